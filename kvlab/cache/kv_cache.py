@@ -1,0 +1,257 @@
+"""The cache that a model is given: one `KVLayer` per layer, phases, budgets, forks, and what it all weighs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvlab.budget import BudgetError
+from kvlab.cache.layer import KVLayer
+from kvlab.cache.plan import Plan
+from kvlab.cache.rotation import RotaryTable, Rotation
+
+Phase = Literal["auto", "prompt", "step"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a cache weighs, all in bytes but the last two.
+
+    kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
+    kv_bytes_peak  the most that was held at once
+    kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
+    state_bytes    bookkeeping: positions, attention mass, token ids, rotary tables
+    kept_fraction  kept tokens / seen tokens, over all layers and heads
+    kept_len       kept tokens, (layers, batch, kv_heads)
+    """
+
+    kv_bytes: int
+    kv_bytes_peak: int
+    kv_bytes_full: int
+    state_bytes: int
+    kept_fraction: float
+    kept_len: Tensor
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, `kept_len` as nested lists."""
+        return {**asdict(self), "kept_len": self.kept_len.tolist()}
+
+
+class KVCache(Cache):
+    """A transformers cache that holds what its policy keeps. Made by `Session.new_cache`.
+
+    A call with several tokens is a turn: full attention inside, evicted at its end. `with cache.turn():` joins several
+    calls (chunks of one prompt) into one turn; `with cache.stepwise():` treats every token as if it were decoded.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_new_tokens: int | None = None,
+        sample_ids: Sequence[int | str] | None = None,
+        known_len: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layers=[KVLayer(self, idx) for idx in range(len(plan.layers))])
+        self.plan = plan
+        self.max_new_tokens = max_new_tokens
+        self.known_len = known_len
+        self.phase: Phase = "auto"
+        self.turn_open = False
+        self.input_ids: Tensor | None = None  # of the current call, left here by the model's pre-hook
+        self._sample_keys = None if sample_ids is None else [_sample_key(sample) for sample in sample_ids]
+        self._tables: list[RotaryTable] = []
+        self._held = [0] * len(plan.layers)
+        self._peak = 0
+
+    # ------------------------------------------------------------------------------------------------ phases
+
+    @contextmanager
+    def turn(self) -> Iterator[KVCache]:
+        """Calls inside are chunks of one turn: full attention, one decision when the block ends."""
+        with self._in_phase("prompt"):
+            self.turn_open = True
+            try:
+                yield self
+            finally:
+                self.turn_open = False
+            for layer in self.layers:
+                layer.close_turn()
+                if layer.store is not None:
+                    self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
+
+    @contextmanager
+    def stepwise(self) -> Iterator[KVCache]:
+        """Every token of the calls inside counts as decoded: inserted, attended, evicted one after the other.
+
+        From the first token on, a budget by ratio needs `new_cache(known_len=...)`.
+        """
+        with self._in_phase("step"):
+            yield self
+
+    @contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
+        if self.phase != "auto":
+            raise RuntimeError(f"the cache is in a {self.phase!r} block already; leave it first")
+        self.phase = phase
+        try:
+            yield
+        finally:
+            self.phase = "auto"
+
+    def takes_turn(self, tokens: int, row_seen: np.ndarray) -> bool:
+        """Whether a call of that many tokens is (part of) a turn; one token is a turn only as the first of all."""
+        if self.phase != "auto":
+            return self.phase == "prompt"
+        return tokens > 1 or not row_seen.any()
+
+    # ----------------------------------------------------------------------------------------------- budgets
+
+    def budgets(self, lengths: np.ndarray) -> np.ndarray | None:
+        """Tokens per head of every layer and sequence, (layers, batch), when these many tokens have been seen."""
+        return self.plan.tokens(lengths, self.max_new_tokens)
+
+    def stream_budgets(self, batch: int) -> np.ndarray | None:
+        """The same where eviction starts with the first token, so the whole length must be known before."""
+        policy = self.plan.policy
+        if policy.evicts and policy.when == "prompt_end":
+            raise ValueError(f"policy {policy.name} decides at a prompt's end and can't evict from the first token on")
+        if self.plan.budget.ratio is None:
+            return self.plan.tokens(np.zeros(batch, dtype=np.int64), self.max_new_tokens)
+        if policy.evicts and self.known_len is None:
+            raise BudgetError("a ratio from the first token on needs the length of the text: new_cache(known_len=...)")
+        known = np.broadcast_to(np.asarray(self.known_len or 0, dtype=np.int64), (batch,))
+        return self.plan.tokens(known, self.max_new_tokens)
+
+    # -------------------------------------------------------------------------------- what layers ask the cache
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether layers must remember which token each slot holds."""
+        return self.plan.policy.keep_special or "token_ids" in self.plan.policy.needs
+
+    def special_ids(self, device: torch.device) -> Tensor:
+        """Ids of special tokens."""
+        assert self.plan.vocab is not None, "attach() checks that keep_special comes with a tokenizer"
+        return torch.tensor(sorted(self.plan.vocab.special), dtype=torch.int32, device=device)
+
+    def sample_keys(self, batch: int, device: torch.device) -> Tensor | None:
+        """One integer for each sequence, from `sample_ids`; sequences expanded by `generate` share their sample's."""
+        if self._sample_keys is None:
+            return None
+        repeats, rest = divmod(batch, len(self._sample_keys))
+        if rest:
+            raise ValueError(f"{len(self._sample_keys)} sample_ids were given for a batch of {batch}; give one for each prompt")
+        return torch.tensor(self._sample_keys, device=device).repeat_interleave(repeats)
+
+    def table_for(self, rotation: Rotation) -> RotaryTable:
+        """The rotary table of a layer that is called with this rotation for the first time."""
+        for table in self._tables:
+            if table.source is rotation.cos:
+                return table
+        self._tables.append(RotaryTable())
+        return self._tables[-1]
+
+    def note_bytes(self, layer_idx: int, kv_bytes: int) -> None:
+        """Record what a layer holds now."""
+        self._held[layer_idx] = kv_bytes
+        self._peak = max(self._peak, sum(self._held))
+
+    # ------------------------------------------------------------------------------------- rows, copies, reset
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take these sequences of the batch, in this order (beam search)."""
+        if self._sample_keys is not None:
+            keys = self.sample_keys(len(self.layers[0].row_seen), torch.device("cpu"))
+            assert keys is not None
+            self._sample_keys = keys[beam_idx.cpu()].tolist()
+        for table in self._tables:
+            table.select_rows(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+            if layer.store is not None:
+                self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Same as `reorder_cache`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch."""
+        rows = torch.arange(len(self.layers[0].row_seen))
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def fork(self) -> KVCache:
+        """An independent copy of everything held, policy state included: for several continuations of one prefix."""
+        if self.phase != "auto":
+            raise RuntimeError(f"a cache can't be forked inside a {self.phase!r} block")
+        other = KVCache(self.plan, max_new_tokens=self.max_new_tokens, known_len=self.known_len)
+        other._sample_keys = None if self._sample_keys is None else list(self._sample_keys)
+        other._tables = [table.copy() for table in self._tables]
+        other.layers = [layer.fork(other) for layer in self.layers]
+        for layer, copy in zip(self.layers, other.layers, strict=True):
+            if layer.table is not None:
+                copy.table = other._tables[self._tables.index(layer.table)]
+        other._held, other._peak = list(self._held), sum(self._held)
+        return other
+
+    def reset(self) -> None:
+        """Forget everything, as new."""
+        super().reset()
+        self.input_ids = None
+        self._tables = []
+        self._held, self._peak = [0] * len(self.layers), 0
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    @property
+    def seen_len(self) -> Tensor:
+        """Tokens seen of each sequence, pads not counted: (batch,)."""
+        return torch.from_numpy(self.layers[0].row_seen.copy())
+
+    @property
+    def kept_len(self) -> Tensor:
+        """Tokens kept: (layers, batch, kv_heads). Layers must have equal numbers of KV heads."""
+        return torch.from_numpy(np.stack([layer.store.lengths for layer in self.layers if layer.store is not None]))
+
+    def kept_positions(self) -> list[list[list[list[int]]]]:
+        """Positions kept, ascending: [layer][sequence][kv_head] -> list of ints."""
+        views = [layer.store.view() for layer in self.layers if layer.store is not None]
+        return [[[sorted(p for p in head if p >= 0) for head in row] for row in view.positions.tolist()] for view in views]
+
+    def memory(self) -> Memory:
+        """What the cache weighs now."""
+        filled = [layer for layer in self.layers if layer.store is not None]
+        seen = sum(int(layer.row_seen.sum()) * layer.store.lengths.shape[1] for layer in filled)
+        kept = sum(int(layer.store.lengths.sum()) for layer in filled)
+        state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables)
+        return Memory(
+            kv_bytes=sum(layer.store.kv_bytes for layer in filled),
+            kv_bytes_peak=self._peak,
+            kv_bytes_full=sum(self._full_bytes(layer) for layer in filled),
+            state_bytes=state,
+            kept_fraction=kept / seen if seen else 1.0,
+            kept_len=self.kept_len if filled else torch.zeros(0, 0, 0, dtype=torch.long),
+        )
+
+    def _full_bytes(self, layer: KVLayer) -> int:
+        window = layer.rule.window
+        tokens = layer.row_seen if window is None else np.minimum(layer.row_seen, window)
+        assert layer.store is not None
+        numbers = layer.store.lengths.shape[1] * (layer.store.keys.shape[-1] + layer.store.values.shape[-1])
+        return int(tokens.sum()) * numbers * self.plan.itemsize
+
+
+def _sample_key(sample: int | str) -> int:
+    """32 bits that stand for a sample: integers as they are, names by hash."""
+    if isinstance(sample, str):
+        return int.from_bytes(hashlib.blake2b(sample.encode(), digest_size=4).digest(), "big")
+    return int(sample) & 0xFFFFFFFF

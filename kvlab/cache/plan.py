@@ -1,0 +1,68 @@
+"""From a session's policy and budget to how many tokens each layer may hold. Shared by all layers of a cache."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvlab.budget import Budget, BudgetError, LayerGeometry
+from kvlab.policies.base import Policy
+from kvlab.vocab import Vocab
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a cache that doesn't change while it lives.
+
+    layers    geometry of every layer; itemsize: bytes of one number in the model's dtype
+    vocab     special and punctuation token ids, None without a tokenizer
+    """
+
+    policy: Policy
+    budget: Budget
+    layers: tuple[LayerGeometry, ...]
+    itemsize: int
+    vocab: Vocab | None = None
+
+    def __post_init__(self) -> None:
+        fixed = self.budget.resolve([1], self.layers) if self.budget.ratio is None else None
+        if fixed is not None and self.policy.evicts and sum(self._protected.values()) > fixed[0]:
+            raise BudgetError(
+                f"the budget holds {fixed[0]} tokens per head, fewer than {self.policy.name} protects "
+                f"({self._protection}); raise the budget or lower these settings"
+            )
+
+    def tokens(self, lengths: np.ndarray, new_tokens: int | None) -> np.ndarray | None:
+        """Budget of each layer and sequence, (layers, batch), for sequences of these lengths; None for no limit."""
+        if not self.policy.evicts:
+            return None
+        budgets = self.budget.resolve(lengths.tolist(), self.layers, new_tokens)
+        if budgets is None:
+            return None
+        for budget in budgets:
+            self._warn_if_cut(budget)
+        rows = zip(budgets, lengths.tolist(), strict=True)
+        return np.array([self.policy.layer_budget(budget, len(self.layers), length) for budget, length in rows]).T
+
+    @property
+    def _protected(self) -> dict[str, int]:
+        """Tokens that settings protect whatever the budget is."""
+        recent = {"recent_window": self.policy.recent_window}
+        if self.policy.when == "prompt_end":
+            recent["obs_window"] = self.policy.obs_window
+        widest = max(recent, key=lambda name: recent[name])
+        return {"num_sink": self.policy.num_sink, widest: recent[widest]}
+
+    @property
+    def _protection(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._protected.items() if value)
+
+    def _warn_if_cut(self, budget: int) -> None:
+        if sum(self._protected.values()) > budget:
+            warnings.warn(
+                f"a budget of {budget} tokens is smaller than what {self.policy.name} protects ({self._protection}); "
+                "the oldest of the recent tokens leave first",
+                stacklevel=2,
+            )

@@ -1,0 +1,157 @@
+"""Attention between queries and slots, in plain torch: the definition that every faster back end must equal.
+
+A query sees a slot if the slot's position is neither empty, later than its own, nor outside its sliding window. Inputs of
+any float type; softmax and sums in float32, or in float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
+
+CHUNK = 64
+"""Queries per pass where weights are needed: small enough for a processor's cache at a few thousand slots."""
+MASKED_CHUNK = 512
+"""Queries per pass where only a boolean mask must be built."""
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a model asks of attention besides queries, keys and values.
+
+    scaling  factor on the dot products
+    window   sliding window in tokens, the query's own included; None for full attention
+    softcap  logits become softcap * tanh(logits / softcap)
+    sinks    a logit for each query head that only enlarges the softmax's denominator, shape (kv_heads, group)
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused attention can do it."""
+        return self.softcap is None and self.sinks is None
+
+
+def accumulate_type(tensor: Tensor) -> torch.dtype:
+    """float64 for float64, float32 for everything below."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def visible(query_positions: QueryPositions, positions: Positions, window: int | None) -> Tensor:
+    """Which slots each query sees: (batch, kv_heads, queries, slots). A query that sees none gets all, so as to stay finite."""
+    query, slot = query_positions[:, None, :, None], positions[:, :, None, :]
+    mask = (slot >= 0) & (slot <= query)
+    if window is not None:
+        mask &= slot > query - window
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+def weights(
+    queries: Queries, keys: Keys, query_positions: QueryPositions, positions: Positions, rule: AttentionRule
+) -> Attention:
+    """Softmax attention weights; rows of queries that don't exist (position -1) are zero."""
+    exact = accumulate_type(queries)
+    batch, kv_heads, group, count, _ = queries.shape
+    logits = queries.to(exact).flatten(2, 3) @ keys.to(exact).transpose(-1, -2) * rule.scaling
+    logits = logits.unflatten(2, (group, count))  # (batch, kv_heads, group, queries, slots)
+    if rule.softcap is not None:
+        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    mask = visible(query_positions, positions, rule.window)[:, :, None]
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if rule.sinks is None:
+        probabilities = logits.softmax(-1)
+    else:
+        sinks = rule.sinks.to(exact)[None, :, :, None, None].expand(batch, -1, -1, count, 1)
+        probabilities = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    return probabilities * (query_positions >= 0)[:, None, None, :, None]
+
+
+def attend(
+    queries: Queries,
+    keys: Keys,
+    values: Values,
+    query_positions: QueryPositions,
+    positions: Positions,
+    rule: AttentionRule,
+    *,
+    all_visible: bool = False,
+    causal: bool = False,
+) -> Outputs:
+    """Attention output alone.
+
+    all_visible  the caller knows that every query sees every slot
+    causal       the caller knows that slots and queries are the same tokens in the same order, none missing
+    """
+    if not rule.fused:
+        return attend_with_mass(queries, keys, values, query_positions, positions, rule, group=None, causal=causal)[0]
+    values = values.to(keys.dtype)
+    if causal and (rule.window is None or queries.shape[3] <= rule.window):
+        flat = F.scaled_dot_product_attention(
+            queries.flatten(1, 2), keys, values, is_causal=True, scale=rule.scaling, enable_gqa=queries.shape[2] > 1
+        )
+        return flat.unflatten(1, queries.shape[1:3])
+    outputs = []
+    for part, where in _chunks(queries, query_positions, MASKED_CHUNK):
+        group, count = part.shape[2:4]
+        mask = None
+        if not all_visible:
+            mask = visible(where, positions, rule.window)[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+        # A KV head's query heads are just more queries for SDPA, so keys and values are never repeated.
+        flat = F.scaled_dot_product_attention(part.flatten(2, 3), keys, values, attn_mask=mask, scale=rule.scaling)
+        outputs.append(flat.unflatten(2, (group, count)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
+
+
+def attend_with_mass(
+    queries: Queries,
+    keys: Keys,
+    values: Values,
+    query_positions: QueryPositions,
+    positions: Positions,
+    rule: AttentionRule,
+    *,
+    group: str | None,
+    causal: bool = False,
+) -> tuple[Outputs, Scores | None]:
+    """Attention output, and the attention that each slot received: merged over a group by the rule, summed over queries.
+
+    One pass in chunks of queries, so nothing of size queries x slots exists. `group=None` asks for the output only.
+    `causal` as in `attend`: slots after a chunk's last query are then not even read.
+    """
+    exact = accumulate_type(queries)
+    keys, values = keys.to(exact), values.to(exact)
+    mass = torch.zeros(positions.shape, dtype=exact, device=keys.device) if group is not None else None
+    outputs, end = [], 0
+    for part, where in _chunks(queries, query_positions, CHUNK):
+        end = end + part.shape[3] if causal else keys.shape[2]
+        attention = weights(part, keys[:, :, :end], where, positions[:, :, :end], rule)
+        flat = attention.flatten(2, 3) @ values[:, :, :end]
+        outputs.append(flat.unflatten(2, attention.shape[2:4]))
+        if mass is not None and group is not None:
+            mass[:, :, :end] += merge_group(attention, group).sum(2)
+    return torch.cat(outputs, 3).to(queries.dtype), mass
+
+
+def merge_group(attention: Tensor, group: str) -> Tensor:
+    """Merge the query heads of each KV head: (batch, kv_heads, group, ...) -> (batch, kv_heads, ...)."""
+    if group == "mean":
+        return attention.mean(2)
+    if group == "sum":
+        return attention.sum(2)
+    if group == "max":
+        return attention.amax(2)
+    assert group == "first", group
+    return attention[:, :, 0]
+
+
+def _chunks(queries: Tensor, query_positions: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(queries.split(size, 3), query_positions.split(size, 1), strict=True))

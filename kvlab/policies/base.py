@@ -1,0 +1,175 @@
+"""What a policy is: scores for held tokens, plus a few declarations. One paper, one file, no model anywhere.
+
+A policy is a frozen dataclass registered by name. Its fields are its settings (and its Hydra config). The cache calls
+`score` when a decision is due and drops the lowest; budgets, protection, ties, padding and storage are not its business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import ClassVar, Literal, TypeVar
+
+from kvlab.shapes import PerHead, Scores, Step, Tiers
+
+Group = Literal["mean", "max", "sum", "first"]
+
+
+class PolicyError(ValueError):
+    """A policy or one of its settings that cannot be: the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of all policies. Override `score`; declare the rest only where it differs.
+
+    Settings of every policy:
+    num_sink       first tokens of a sequence that are always kept
+    recent_window  last tokens that are always kept, the newest included
+    keep_special   special tokens (BOS, template markers) are always kept; needs `attach(..., tokenizer=...)`
+    rolling        keys are stored before RoPE and rotated by their rank among the held tokens, as StreamingLLM does
+    """
+
+    num_sink: int = 0
+    recent_window: int = 0
+    keep_special: bool = False
+    rolling: bool = False
+
+    name: ClassVar[str] = ""
+    evicts: ClassVar[bool] = True
+    """False for a policy that holds everything, whatever the budget."""
+    when: ClassVar[Literal["every_step", "prompt_end"]] = "every_step"
+    """`prompt_end`: decides at the end of each turn only; in between the oldest unprotected token leaves."""
+    phase: ClassVar[Literal["after_attention", "before_attention"]] = "after_attention"
+    """`after_attention`: reads up to B + 1 tokens, then drops to B. `before_attention`: makes room first, reads up to B."""
+    coupling: ClassVar[Literal["head", "layer"]] = "head"
+    """`layer`: all KV heads of a layer keep the same tokens."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Any of: mass (attention received so far), attention (of the voting queries), token_ids."""
+    query_aware: ClassVar[bool] = False
+    """Whether the last tokens of the prompt steer what is kept, so that a question at its end is seen."""
+    ragged: ClassVar[bool] = False
+    """Whether heads of one layer may hold different numbers of tokens."""
+    # Not annotated, so not dataclass fields: constants here, settings in the policies that annotate them.
+    group = "mean"
+    """How the query heads of a KV head merge, per query, before their attention is summed."""
+    obs_window = 1
+    """How many of a turn's last queries vote at its end."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def score(self, step: Step) -> Scores:
+        """Importance of each held token, higher = keep. Empty slots may get anything. Shape (batch, kv_heads, slots)."""
+        raise NotImplementedError(f"policy {self.name or type(self).__name__} has no score()")
+
+    def recent(self, budget: PerHead) -> PerHead:
+        """How many of the last tokens are protected under a budget of that many tokens per head."""
+        return budget.new_full(budget.shape, self.recent_window)
+
+    def layer_budget(self, budget: int, num_layers: int, length: int) -> list[int]:
+        """Budget of each layer for a sequence of `length` tokens; must sum to num_layers * budget."""
+        return [budget] * num_layers
+
+    def head_budget(self, step: Step, scores: Scores, tiers: Tiers) -> PerHead:
+        """Budget of each head at a turn's end; must sum to the sum of `step.budget` over a layer's heads."""
+        return step.budget
+
+    @property
+    def holds_budget_after_prompt(self) -> bool:
+        """False where decoded tokens are all kept (`after_prompt=grow`), as some papers publish it."""
+        return getattr(self, "after_prompt", "fifo") == "fifo"
+
+
+_REGISTRY: dict[str, type[Policy]] = {}
+PolicyType = TypeVar("PolicyType", bound=type[Policy])
+
+
+def register(name: str) -> Callable[[PolicyType], PolicyType]:
+    """Class decorator: make a policy known by `name`. Raises PolicyError if another module's policy has that name."""
+
+    def add(cls: PolicyType) -> PolicyType:
+        known = _REGISTRY.get(name)
+        if known is not None and known.__module__ != cls.__module__:
+            raise PolicyError(f"policy name {name!r} is taken by {known.__module__}; register under another name")
+        if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
+            raise PolicyError(f"policy {name!r}: put @dataclass(frozen=True) below @register({name!r})")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def policy_names() -> list[str]:
+    """Names of all registered policies, those of installed plug-ins (entry-point group `kvlab.policies`) included."""
+    _load_plugins()
+    return sorted(_REGISTRY)
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy registered by `name`. Raises PolicyError with near names if there is none."""
+    names = policy_names()
+    if name not in _REGISTRY:
+        raise PolicyError(f"unknown policy {name!r}{_did_you_mean(name, names)}; known: {', '.join(names)}")
+    return _REGISTRY[name]
+
+
+def make_policy(name: str, **settings: object) -> Policy:
+    """A policy by name with its settings. Raises PolicyError on an unknown name or setting, or a wrong value."""
+    cls = policy_class(name)
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    for setting in settings:
+        if setting not in known:
+            hint = _did_you_mean(setting, known)
+            raise PolicyError(f"policy {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
+    return cls(**settings)  # type: ignore[arg-type]
+
+
+def check_settings(policy: Policy) -> None:
+    """Check every setting against its annotation; counts (ints) are at least 0. Raises PolicyError."""
+    hints = typing.get_type_hints(type(policy))
+    for field in dataclasses.fields(policy):
+        if not field.init:
+            continue
+        value, kind = getattr(policy, field.name), hints[field.name]
+        where = f"policy.{field.name}={value!r}"
+        if typing.get_origin(kind) is Literal:
+            if value not in typing.get_args(kind):
+                raise PolicyError(f"{where}: use one of {', '.join(map(str, typing.get_args(kind)))}")
+        elif kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise PolicyError(f"{where}: use a whole number of at least 0")
+        elif kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise PolicyError(f"{where}: use a number")
+        elif kind is bool and not isinstance(value, bool):
+            raise PolicyError(f"{where}: use true or false")
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import the user's own modules so that what they register is known. Raises PolicyError if one can't be found."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise PolicyError(f"--import {module}: {error}; is its folder on PYTHONPATH?") from error
+
+
+_plugins_loaded = False
+
+
+def _load_plugins() -> None:
+    global _plugins_loaded
+    if not _plugins_loaded:
+        _plugins_loaded = True
+        for entry in entry_points(group="kvlab.policies"):
+            entry.load()
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,26 @@
+"""TOVA (Oren et al. 2024, arXiv 2401.06104, section 4): drop what the current query attends to least."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvlab.policies.base import Policy, register
+from kvlab.shapes import Scores, Step
+
+
+@register("tova")
+@dataclass(frozen=True)
+class TOVA(Policy):
+    """Keep the tokens with the most attention from the last query, averaged over all heads of a layer.
+
+    All KV heads of a layer keep the same tokens. The paper protects neither sinks nor recent tokens.
+    """
+
+    coupling: ClassVar[Literal["head", "layer"]] = "layer"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    query_aware: ClassVar[bool] = True
+
+    def score(self, step: Step) -> Scores:
+        """Attention of the last query, the same for every head."""
+        assert step.attention is not None
+        last = step.attention[..., -1, :].mean(dim=(1, 2))  # (batch, slots)
+        return last[:, None].expand(step.positions.shape)

@@ -1,0 +1,59 @@
+"""Named tensor shapes and `Step`, what a policy sees of one attention layer.
+
+This module knows no model and no policy. Axis names, used all over kvlab:
+`batch` sequences, `kv_heads` key/value heads, `group` query heads that read one KV head,
+`queries` query tokens, `slots` places of a layer's store (an empty one has position -1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Queries = Float[Tensor, "batch kv_heads group queries head_dim"]
+Keys = Float[Tensor, "batch kv_heads slots head_dim"]
+Values = Float[Tensor, "batch kv_heads slots value_dim"]
+Outputs = Float[Tensor, "batch kv_heads group queries value_dim"]
+Attention = Float[Tensor, "batch kv_heads group queries slots"]
+Positions = Int[Tensor, "batch kv_heads slots"]
+QueryPositions = Int[Tensor, "batch queries"]
+Scores = Float[Tensor, "batch kv_heads slots"]
+Tiers = Int[Tensor, "batch kv_heads slots"]
+Kept = Bool[Tensor, "batch kv_heads slots"]
+PerHead = Int[Tensor, "batch kv_heads"]
+PerRow = Int[Tensor, " batch"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one decision of a policy may look at: one layer, right after its attention (or before, see `Policy.phase`).
+
+    `positions` are true token positions (pads never count), -1 where a slot is empty; slots stand in no order, so rules
+    read positions and never slot indices. Tensors are views of what the cache holds: read them, never write.
+    """
+
+    layer_idx: int
+    num_layers: int
+    prompt_end: bool
+    """True at the end of a turn, False at a decode step."""
+    positions: Positions
+    now: PerRow
+    """Position of each sequence's newest token."""
+    budget: PerHead
+    """Tokens that each head may hold after this decision."""
+    recent: PerHead
+    """Tokens at the end that selection protects."""
+    queries: Queries
+    """The voting queries: the current token's, or at a turn's end the last `obs_window` (fewer in a shorter turn)."""
+    query_positions: QueryPositions
+    """Positions of `queries`, -1 for one that does not exist."""
+    keys: Keys
+    values: Values
+    attention: Attention | None = None
+    """Softmax attention of `queries`, zero for queries that do not exist; None unless the policy asks for it."""
+    mass: Scores | None = None
+    """Attention that each token received so far, summed over queries (H2O, section 4.1)."""
+    token_ids: Positions | None = None
+    sample_ids: Int[Tensor, " batch"] | None = None

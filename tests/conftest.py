@@ -1,0 +1,68 @@
+"""What all tests share: offline, shapes checked, tiny models, and the crossing of policies with model families."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from jaxtyping import install_import_hook
+
+# Shapes of the public API are checked while tests run.
+install_import_hook(["kvlab.budget", "kvlab.selection", "kvlab.kernels", "kvlab.policies", "kvlab.attach"], "beartype.beartype")
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlab.policies import policy_names
+from kvlab.tiny import tiny_families, tiny_model
+
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_grad_enabled(False)
+
+FAST_FAMILIES = ("llama", "opt", "gemma3")
+"""GQA with rotary positions; learned positions without GQA; sliding-window layers."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--policy-file", action="append", default=[], help="test the policies that this file registers")
+
+
+def pytest_configure(config):
+    before = set(policy_names())
+    for number, path in enumerate(config.getoption("--policy-file")):
+        spec = importlib.util.spec_from_file_location(f"policy_file_{number}", Path(path))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    added = sorted(set(policy_names()) - before)
+    config.policies_under_test = added or sorted(before)
+
+
+def pytest_generate_tests(metafunc):
+    if "policy_name" in metafunc.fixturenames:
+        metafunc.parametrize("policy_name", metafunc.config.policies_under_test)
+    if "family" in metafunc.fixturenames:
+        slow = [pytest.param(f, marks=pytest.mark.slow) for f in tiny_families() if f not in FAST_FAMILIES]
+        metafunc.parametrize("family", [*FAST_FAMILIES, *slow])
+
+
+@functools.cache
+def shared_model(family, dtype=torch.float32):
+    """A tiny model that no test may change."""
+    return tiny_model(family, dtype=dtype)
+
+
+@functools.cache
+def random_ids(batch, length, seed=0):
+    """Token ids without special tokens, (batch, length)."""
+    return torch.randint(10, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def model(family):
+    return shared_model(family)
