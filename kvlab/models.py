@@ -18,11 +18,11 @@ import omegaconf
 import safetensors
 import torch
 import transformers
-import yaml
+import yaml  # type: ignore[import-untyped]
 from huggingface_hub import errors
 
 from kvlab import embedded
-from kvlab.embedded import EMBEDDED, ModelUnavailable
+from kvlab.embedded import EMBEDDED, ModelUnavailable, first_line
 from kvlab.paths import conf_dir
 from kvlab.tiny import tiny_families, tiny_model, tiny_tokenizer
 
@@ -36,12 +36,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 HUB_FIXES: dict[type[Exception], str] = {
     errors.GatedRepoError: "{hub} is gated: accept its terms on https://huggingface.co/{hub}, then set HF_TOKEN",
-    errors.RepositoryNotFoundError: "{hub} is no local folder and not on the hub: correct it, or set HF_TOKEN if private",
+    errors.RepositoryNotFoundError: "{hub} is no folder and not on the hub: correct it, or set HF_TOKEN if private",
     errors.RevisionNotFoundError: "{hub} has no revision {revision!r} on the hub: correct or remove it",
-    errors.LocalEntryNotFoundError: "{hub} is not in the hub's local cache, and the hub is out of reach (no network, or "
+    errors.LocalEntryNotFoundError: "{hub} is not in the local hub cache, and the hub can't be asked (no network, or "
     "HF_HUB_OFFLINE is set): run `hf download {hub}` where there is network, or give a local folder",
 }
 
+Kind = Literal["embedded", "tiny", "folder", "gguf", "hub"]
 DeviceMap = str | dict[str, Any]
 
 
@@ -50,7 +51,7 @@ class ModelSpec:
     """What to load and how. `source` is a folder, a `.gguf` file, a hub id, a tiny family or the embedded model."""
 
     name: str
-    kind: Literal["embedded", "tiny", "folder", "gguf", "hub"]
+    kind: Kind
     source: str
     dtype: str = "auto"
     device: str | None = None
@@ -88,8 +89,6 @@ def resolve_model(
         settings = {"name": name, "path": name}
         if "/" not in name and not Path(name).expanduser().exists() and not name.endswith(".gguf"):
             raise ValueError(f"unknown model {name!r}{_did_you_mean(name, files)}: give {WAYS}")
-    if device is not None and device_map is not None:
-        raise ValueError("device and device_map exclude each other: give one of them")
     if dtype != "auto":
         settings["dtype"] = dtype
     if device is not None or device_map is not None:
@@ -103,7 +102,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     label = f"model {settings.get('name', '')!r}"
     for key in settings:
         if key not in KEYS:
-            raise ValueError(f"{label} has no setting {key!r}{_did_you_mean(key, KEYS)}: settings are {', '.join(KEYS)}")
+            raise ValueError(f"{label} has no setting {key!r}{_did_you_mean(key, KEYS)}: use {', '.join(KEYS)}")
     given = [key for key in SOURCES if key in settings]
     if "name" not in settings or len(given) != 1:
         raise ValueError(f"{label} must have a name and exactly one of {', '.join(SOURCES)}, has {given or 'none'}")
@@ -169,13 +168,19 @@ def load_spec(spec: ModelSpec) -> tuple[transformers.PreTrainedModel, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def _load_pretrained(source: str, spec: ModelSpec, dtype: torch.dtype | str) -> tuple[transformers.PreTrainedModel, Any]:
+def _load_pretrained(source: str, spec: ModelSpec, dtype: torch.dtype | str) -> tuple[Any, Any]:
     # The smallest files first, so that a model that can't be had is refused before its weights are read.
-    transformers.AutoConfig.from_pretrained(source, revision=spec.revision)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, revision=spec.revision)
-    device_map = spec.device_map if spec.device is None else {"": spec.device}
+    common: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": False}
+    transformers.AutoConfig.from_pretrained(source, **common)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **common)
+    except ValueError as error:
+        raise ModelUnavailable(
+            f"no tokenizer can be read for {source} ({first_line(error)}): save one beside the model"
+        ) from error
+    device_map = spec.device_map if spec.device in (None, "cpu") else {"": spec.device}
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        source, revision=spec.revision, dtype=dtype, device_map=device_map, output_loading_info=True
+        source, dtype=dtype, device_map=device_map, output_loading_info=True, **common
     )
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -208,13 +213,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path), resolve=True)
     except (omegaconf.errors.OmegaConfBaseException, yaml.YAMLError, OSError) as error:
-        raise ValueError(f"cannot read model configuration {path}: {_first_line(error)}") from error
+        raise ValueError(f"cannot read model configuration {path}: {first_line(error)}") from error
     if not isinstance(config, dict) or config.get("name") != path.stem:
         raise ValueError(f"model configuration {path} must be a mapping with `name: {path.stem}`, its file's name")
     return {str(key): value for key, value in config.items()}
 
 
-def _find(key: str, value: str) -> tuple[Literal["embedded", "tiny", "folder", "gguf", "hub"], str]:
+def _find(key: str, value: str) -> tuple[Kind, str]:
     if key == "embedded":
         if value != EMBEDDED:
             raise ValueError(f"there is no embedded model {value!r}: the only one is {EMBEDDED}")
@@ -225,7 +230,7 @@ def _find(key: str, value: str) -> tuple[Literal["embedded", "tiny", "folder", "
         return "tiny", value
     path = Path(value).expanduser()
     if path.suffix == ".gguf":
-        _check_gguf(path)
+        embedded.check_gguf(path)
         return "gguf", str(path)
     if path.is_dir():
         _check_folder(path)
@@ -233,15 +238,6 @@ def _find(key: str, value: str) -> tuple[Literal["embedded", "tiny", "folder", "
     if path.exists() or not HUB_ID.fullmatch(value):
         raise ValueError(f"{value!r} is no model folder and can't be a hub id: give {WAYS}")
     return "hub", value
-
-
-def _check_gguf(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"no GGUF file {path}: correct the path (a file on the hub must be downloaded first)")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file, though named so: download or convert it again")
-    embedded.require_gguf()
 
 
 def _check_folder(folder: Path) -> None:
@@ -279,8 +275,9 @@ def _check_device_map(device_map: Any, kind: str, has_device: bool) -> None:
         raise ValueError("device and device_map exclude each other: give one of them")
     if kind in ("tiny", "gguf"):
         raise ValueError(f"device_map can't be used with a {kind} model: give device")
+    embedded.require_packages("accelerate", what="device_map")
     if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
-        raise ValueError(f"device_map {device_map!r} is not one of {', '.join(DEVICE_MAPS)}: for one device give device")
+        raise ValueError(f"device_map {device_map!r} is not one of {', '.join(DEVICE_MAPS)}: correct it, or give device")
 
 
 def _explain(error: Exception, spec: ModelSpec) -> str:
@@ -292,12 +289,7 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
         for kind, text in HUB_FIXES.items():
             if any(isinstance(item, kind) for item in chain):
                 return text.format(hub=spec.source, revision=spec.revision)
-    return f"cannot load model {spec.name} from {spec.source}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return f"cannot load model {spec.name} from {spec.source}: {first_line(error)}"
 
 
 def _did_you_mean(name: str, known: Any) -> str:

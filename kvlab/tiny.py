@@ -112,6 +112,7 @@ def tiny_model(
     """
     config = _config(family, overrides)
     with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's only: other devices' generators are not restored
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw_weights(model, seed, spread)
     # Parameters only: rotary frequencies are buffers, and stay in float32 as they do in a loaded model.

@@ -112,7 +112,7 @@ class KVLayer(CacheLayerMixin):
     def fork(self, cache: KVCache) -> KVLayer:
         """An independent copy that belongs to another cache."""
         other = KVLayer(cache, self.layer_idx)
-        vars(other).update({name: value for name, value in vars(self).items() if name not in ("cache", "table")})
+        other.__dict__.update({name: value for name, value in vars(self).items() if name not in ("cache", "table")})
         other.store = None if self.store is None else self.store.copy()
         other.row_seen = self.row_seen.copy()
         return other
@@ -329,10 +329,8 @@ class KVLayer(CacheLayerMixin):
             special=self._special(step),
             window=self.rule.window,
         )
-        if self.policy.when == "prompt_end" and not step.prompt_end:
-            scores = step.positions.float()  # first in, first out
-        else:
-            scores = self.policy.score(step)
+        first_in_first_out = self.policy.when == "prompt_end" and not step.prompt_end
+        scores = step.positions.float() if first_in_first_out else self.policy.score(step)
         if over is not None and over.max() == 1 and (store.lengths == store.capacity)[over > 0].all():
             rows = None if (over > 0).all() else over > 0
             store.vacate(selection.victim(scores, step.positions, tiers), rows)

@@ -165,7 +165,8 @@ class SlotStore:
         keys and values (batch, kv_heads, 1, dim), positions (batch, 1).
         """
         kv_heads = self.lengths.shape[1]
-        slots, pick = self.next_slot, slice(None)
+        slots = self.next_slot
+        pick: slice | Tensor = slice(None)
         if rows is not None:
             pick = rows[:, None].expand(-1, kv_heads).flatten().nonzero()[:, 0]
             slots = slots[pick]
@@ -210,7 +211,7 @@ class SlotStore:
         self.holed = self.holed | rows
 
     def keep(self, kept: Kept, view: View, limit: Counts | None) -> None:
-        """Drop all but `kept` (as in `view`) and free their memory. Rows get up to GROWTH free slots, at most `limit` in all."""
+        """Drop all but `kept` (as in `view`) and free their memory. Rows get GROWTH free slots, at most `limit` in all."""
         lengths = kept.sum(-1).cpu().numpy()
         capacity = lengths + GROWTH if limit is None else np.minimum(lengths + GROWTH, np.maximum(limit, lengths))
         index = view.index

@@ -121,22 +121,23 @@ def attend_with_mass(
     *,
     group: str | None,
     causal: bool = False,
-) -> tuple[Outputs, Scores | None]:
+) -> tuple[Outputs, Scores]:
     """Attention output, and the attention that each slot received: merged over a group by the rule, summed over queries.
 
-    One pass in chunks of queries, so nothing of size queries x slots exists. `group=None` asks for the output only.
+    One pass in chunks of queries, so nothing of size queries x slots exists. With `group=None`
+    nothing is counted and the mass is zero.
     `causal` as in `attend`: slots after a chunk's last query are then not even read.
     """
     exact = accumulate_type(queries)
     keys, values = keys.to(exact), values.to(exact)
-    mass = torch.zeros(positions.shape, dtype=exact, device=keys.device) if group is not None else None
+    mass = torch.zeros(positions.shape, dtype=exact, device=keys.device)
     outputs, end = [], 0
     for part, where in _chunks(queries, query_positions, CHUNK):
         end = end + part.shape[3] if causal else keys.shape[2]
         attention = weights(part, keys[:, :, :end], where, positions[:, :, :end], rule)
         flat = attention.flatten(2, 3) @ values[:, :, :end]
         outputs.append(flat.unflatten(2, attention.shape[2:4]))
-        if mass is not None and group is not None:
+        if group is not None:
             mass[:, :, :end] += merge_group(attention, group).sum(2)
     return torch.cat(outputs, 3).to(queries.dtype), mass
 

