@@ -7,14 +7,20 @@ with attach(model, policy=make_policy("h2o"), budget=Budget(ratio=0.2)) as sessi
     cache = session.new_cache()
     out = model.generate(**tokenizer("Once", return_tensors="pt"), cache=cache, max_new_tokens=20)
     print(session.memory(cache))
+
+Names are loaded when they are first used, so that `kvlab --help` need not wait for torch.
 """
 
-from kvlab.attach import Session, UnsupportedModel, attach
-from kvlab.budget import Budget, BudgetError
-from kvlab.cache import KVCache, Memory
-from kvlab.models import load_model
-from kvlab.policies import Policy, PolicyError, make_policy, policy_names, register
-from kvlab.shapes import Step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.budget import Budget, BudgetError
+    from kvlab.cache import KVCache, Memory
+    from kvlab.models import load_model
+    from kvlab.policies import Policy, PolicyError, make_policy, policy_names, register
+    from kvlab.session import Session, UnsupportedModel, attach
+    from kvlab.shapes import Step
 
 __version__ = "0.1.0"
 
@@ -34,3 +40,26 @@ __all__ = [
     "policy_names",
     "register",
 ]
+
+_HOME = {
+    "Budget": "budget",
+    "BudgetError": "budget",
+    "KVCache": "cache",
+    "Memory": "cache",
+    "Policy": "policies",
+    "PolicyError": "policies",
+    "Session": "session",
+    "Step": "shapes",
+    "UnsupportedModel": "session",
+    "attach": "session",
+    "load_model": "models",
+    "make_policy": "policies",
+    "policy_names": "policies",
+    "register": "policies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvlab' has no attribute {name!r}")
+    return getattr(import_module(f"kvlab.{_HOME[name]}"), name)

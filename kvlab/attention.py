@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -47,20 +48,37 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: states (batch, heads, tokens, dim), output (batch, tokens, heads, dim)."""
     layer: KVLayer | None = getattr(key, "kvlab_layer", None)
-    if layer is None:
+    if layer is None:  # no kvlab cache
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         kwargs.update({name: option for name, option in options.items() if option is not None})
         return _stock_attention(module, stock)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError("a kvlab cache takes the 2-D padding mask (1 for tokens, 0 for pads), not a 4-D attention mask")
+    if layer.cache.pending is not layer:
+        raise ValueError(f"{type(module).__name__} attends twice over the keys of one layer; kvlab can't manage such a cache")
+    layer.cache.pending = None
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.view(key.shape[1], -1),
     )
-    output = layer.attend(query, key, value, attention_mask, rule)
-    return output.transpose(1, 2).contiguous(), None
+    output = layer.attend(query, key, value, attention_mask, rule).transpose(1, 2).contiguous()
+    if torch.is_grad_enabled() and query.requires_grad:
+        output = _NoGradient.apply(query, output)
+    return output, None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes the output on, and says no when somebody asks for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, output: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise RuntimeError("a kvlab cache has no gradients; train without a cache (use_cache=False)")
 
 
 def padding_mask(

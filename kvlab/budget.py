@@ -66,11 +66,6 @@ class Budget:
         for name in ("tokens", "bytes"):
             _check_count(name, getattr(self, name))
 
-    @property
-    def unlimited(self) -> bool:
-        """Whether nothing limits the cache."""
-        return self.ratio is None and self.tokens is None and self.bytes is None
-
     def resolve(
         self, lengths: Sequence[int], layers: Sequence[LayerGeometry], new_tokens: int | None = None
     ) -> list[int] | None:
@@ -91,8 +86,13 @@ class Budget:
             if new_tokens is None:
                 raise BudgetError("budget.of='total' needs new_cache(max_new_tokens=...) to know the total")
             lengths = [length + new_tokens for length in lengths]
-        ratio = Fraction(str(self.ratio))  # as written: floor(0.29 * 100) is 29, where binary floats say 28
+        ratio = exact_share(self.ratio)
         return [max(1, math.floor(ratio * int(length))) for length in lengths]
+
+
+def exact_share(share: float) -> Fraction:
+    """A share as it was written: 0.29 of 100 is 29, where binary floats say 28; 1 / 3 is a third."""
+    return Fraction(str(share)).limit_denominator(10**6)
 
 
 def apportion(shares: Sequence[float], total: int) -> list[int]:

@@ -72,7 +72,7 @@ def _embedded() -> Check:
 def _cache_folder() -> Check:
     folder = cache_dir()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         return Check("cache folder", "FAIL", f"{folder} can't be written: set KVLAB_CACHE_DIR to a folder that can")
     return Check("cache folder", "ok", f"{folder}, {shutil.disk_usage(existing).free / 2**30:.0f} GiB free")
 

@@ -8,7 +8,6 @@ Knows nothing about attention, caches or policies: what it returns is a plain tr
 """
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from huggingface_hub import errors
 
 from kvlab import embedded
 from kvlab.embedded import EMBEDDED, ModelUnavailable, first_line
+from kvlab.hints import did_you_mean
 from kvlab.paths import conf_dir
 from kvlab.tiny import tiny_families, tiny_model, tiny_tokenizer
 
@@ -88,7 +88,7 @@ def resolve_model(
     else:
         settings = {"name": name, "path": name}
         if "/" not in name and not Path(name).expanduser().exists() and not name.endswith(".gguf"):
-            raise ValueError(f"unknown model {name!r}{_did_you_mean(name, files)}: give {WAYS}")
+            raise ValueError(f"unknown model {name!r}{did_you_mean(name, files)}: give {WAYS}")
     if dtype != "auto":
         settings["dtype"] = dtype
     if device is not None or device_map is not None:
@@ -102,7 +102,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     label = f"model {settings.get('name', '')!r}"
     for key in settings:
         if key not in KEYS:
-            raise ValueError(f"{label} has no setting {key!r}{_did_you_mean(key, KEYS)}: use {', '.join(KEYS)}")
+            raise ValueError(f"{label} has no setting {key!r}{did_you_mean(key, KEYS)}: use {', '.join(KEYS)}")
     given = [key for key in SOURCES if key in settings]
     if "name" not in settings or len(given) != 1:
         raise ValueError(f"{label} must have a name and exactly one of {', '.join(SOURCES)}, has {given or 'none'}")
@@ -290,8 +290,3 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
             if any(isinstance(item, kind) for item in chain):
                 return text.format(hub=spec.source, revision=spec.revision)
     return f"cannot load model {spec.name} from {spec.source}: {first_line(error)}"
-
-
-def _did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -46,7 +46,12 @@ def assign_tiers(
 
 
 def _sort_keys(scores: Tensor, positions: Tensor, tiers: Tensor) -> Tensor:
-    """What orders tokens within their tier: the score, or age where the tier alone protects (early sinks first)."""
+    """What orders tokens within their tier: the score, or age where the tier alone protects (early sinks first).
+
+    A score that is no number counts as the lowest.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     by_age = torch.where(tiers == SINK, -positions, positions).to(scores.dtype)
     return torch.where(tiers == NORMAL, scores, by_age)
 

@@ -7,7 +7,8 @@ This module knows no model and no policy. Axis names, used all over kvlab:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -24,6 +25,18 @@ Tiers = Int[Tensor, "batch kv_heads slots"]
 Kept = Bool[Tensor, "batch kv_heads slots"]
 PerHead = Int[Tensor, "batch kv_heads"]
 PerRow = Int[Tensor, " batch"]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Tokens on their way into one layer's cache."""
+
+    layer_idx: int
+    keys: Keys
+    values: Values
+    """As they will be stored: (batch, kv_heads, tokens, dim)."""
+    positions: QueryPositions
+    """True positions, (batch, tokens), -1 for pads."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +64,13 @@ class Step:
     """Positions of `queries`, -1 for one that does not exist."""
     keys: Keys
     values: Values
+    arriving: Arrival | None = None
+    """The token about to come in, for a policy that decides before attention."""
     attention: Attention | None = None
     """Softmax attention of `queries`, zero for queries that do not exist; None unless the policy asks for it."""
     mass: Scores | None = None
     """Attention that each token received so far, summed over queries (H2O, section 4.1)."""
     token_ids: Positions | None = None
     sample_ids: Int[Tensor, " batch"] | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The policy's own per-token state: (batch, kv_heads, slots, ...)."""

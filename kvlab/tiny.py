@@ -7,7 +7,6 @@ same attention, and no eviction rule could be told from another. What they say i
 Knows nothing about caches, policies, files or the network.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,8 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, processors
+
+from kvlab.hints import did_you_mean
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCAB_SIZE = 3 + 256
@@ -153,9 +154,8 @@ def _config(family: str, overrides: Mapping[str, Any]) -> transformers.PreTraine
     default = transformers.AutoConfig.for_model(model_type)
     for key in overrides:
         if key not in ("attn_implementation", "experts_implementation") and not hasattr(default, key):
-            close = difflib.get_close_matches(key, vars(default), n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "see its config class in transformers"
-            raise ValueError(f"tiny family {family!r} has no setting {key!r}: {hint}")
+            hint = did_you_mean(key, vars(default)) or ": see its config class in transformers"
+            raise ValueError(f"tiny family {family!r} has no setting {key!r}{hint}")
     merged = settings | dict(overrides)
     if "layer_types" in settings and "layer_types" not in overrides:
         merged["layer_types"] = [_ALTERNATING[i % 2] for i in range(merged["num_hidden_layers"])]

@@ -6,12 +6,22 @@ import unicodedata
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 class Vocab:
     """Special and punctuation ids of a transformers tokenizer, found once when first asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def special_ids(self, device: torch.device) -> Tensor:
+        """Ids of special tokens, (count,) int32, made once for each device."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(sorted(self.special), dtype=torch.int32, device=device)
+        return self._on_device[device]
 
     @cached_property
     def special(self) -> frozenset[int]:

@@ -8,7 +8,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from jaxtyping import install_import_hook
 
 # Shapes of the public API are checked while tests run.
-install_import_hook(["kvlab.budget", "kvlab.selection", "kvlab.kernels", "kvlab.policies", "kvlab.attach"], "beartype.beartype")
+install_import_hook(
+    ["kvlab.budget", "kvlab.selection", "kvlab.kernels", "kvlab.policies", "kvlab.session"], "beartype.beartype"
+)
 
 import functools
 import importlib.util
@@ -21,7 +23,7 @@ import torch
 from kvlab.policies import policy_names
 from kvlab.tiny import tiny_families, tiny_model
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 torch.set_grad_enabled(False)
 
 FAST_FAMILIES = ("llama", "opt", "gemma3")

@@ -350,14 +350,15 @@ def adakv_budgets(case: Case, ranks: list[list[Rank]], budget: int) -> list[int]
     for h in heads:
         count = sum(1 for _, _, owner in winners if owner == h)
         shares.append((1 - alpha) * count + alpha * bases[h])
-    extra = largest_remainder(shares, sum(bases))
+    # Fewer normal tokens than places: all can be kept, so start from an even split.
+    extra = bases if len(winners) < sum(bases) else largest_remainder(shares, sum(bases))
 
-    budgets = [min(protected[h] + extra[h], held[h]) for h in heads]
-    excess = sum(protected[h] + extra[h] - budgets[h] for h in heads)
-    for h in heads:
-        handed = min(excess, held[h] - budgets[h])
-        budgets[h] += handed
-        excess -= handed
+    budgets = [protected[h] + extra[h] for h in heads]
+    for giver in heads:  # a place that a head can't fill goes to the first head that can, one by one
+        for taker in heads:
+            while budgets[giver] > held[giver] and budgets[taker] < held[taker]:
+                budgets[giver] -= 1
+                budgets[taker] += 1
     return budgets
 
 

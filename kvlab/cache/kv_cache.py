@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvlab.budget import BudgetError
+from kvlab.cache.call import Call, CallKey
 from kvlab.cache.layer import KVLayer
 from kvlab.cache.plan import Plan
 from kvlab.cache.rotation import RotaryTable, Rotation
@@ -26,9 +27,9 @@ class Memory:
     """What a cache weighs, all in bytes but the last two.
 
     kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
-    kv_bytes_peak  the most that was held at once
+    kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
     kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
-    state_bytes    bookkeeping: positions, attention mass, token ids, rotary tables
+    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables
     kept_fraction  kept tokens / seen tokens, over all layers and heads
     kept_len       kept tokens, (layers, batch, kv_heads)
     """
@@ -64,12 +65,20 @@ class KVCache(Cache):
         self.plan = plan
         self.max_new_tokens = max_new_tokens
         self.known_len = known_len
+        self._sample_keys = None if sample_ids is None else [_sample_key(sample) for sample in sample_ids]
+        self._sample_tensors: dict[tuple[int, torch.device], Tensor] = {}
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self.phase: Phase = "auto"
         self.turn_open = False
+        self.broken = False
         self.input_ids: Tensor | None = None  # of the current call, left here by the model's pre-hook
-        self._sample_keys = None if sample_ids is None else [_sample_key(sample) for sample in sample_ids]
-        self._tables: list[RotaryTable] = []
-        self._held = [0] * len(plan.layers)
+        self.pending: KVLayer | None = None  # a layer whose keys have not reached kvlab's attention yet
+        self._call: tuple[CallKey, Call] | None = None  # the last call's tokens, and what they were made from
+        self._budgets: tuple[bytes, np.ndarray | None] | None = None
+        self._tables: dict[Hashable, RotaryTable] = {}
+        self._held = [0] * len(self.layers)
         self._peak = 0
 
     # ------------------------------------------------------------------------------------------------ phases
@@ -81,6 +90,9 @@ class KVCache(Cache):
             self.turn_open = True
             try:
                 yield self
+            except BaseException:
+                self.broken = True
+                raise
             finally:
                 self.turn_open = False
             for layer in self.layers:
@@ -107,41 +119,94 @@ class KVCache(Cache):
         finally:
             self.phase = "auto"
 
-    def takes_turn(self, tokens: int, row_seen: np.ndarray) -> bool:
-        """Whether a call of that many tokens is (part of) a turn; one token is a turn only as the first of all."""
+    def takes_turn(self, call: Call) -> bool:
+        """Whether a call is (part of) a turn; a single token is one only as the first of all."""
         if self.phase != "auto":
             return self.phase == "prompt"
-        return tokens > 1 or not row_seen.any()
+        return call.tokens > 1 or not call.seen_before.any()
 
     # ----------------------------------------------------------------------------------------------- budgets
 
     def budgets(self, lengths: np.ndarray) -> np.ndarray | None:
         """Tokens per head of every layer and sequence, (layers, batch), when these many tokens have been seen."""
-        return self.plan.tokens(lengths, self.max_new_tokens)
+        key = lengths.tobytes()
+        if self._budgets is None or self._budgets[0] != key:
+            self._budgets = (key, self.plan.tokens(lengths, self.max_new_tokens))
+        return self._budgets[1]
 
     def stream_budgets(self, batch: int) -> np.ndarray | None:
         """The same where eviction starts with the first token, so the whole length must be known before."""
         policy = self.plan.policy
         if policy.evicts and policy.when == "prompt_end":
             raise ValueError(f"policy {policy.name} decides at a prompt's end and can't evict from the first token on")
-        if self.plan.budget.ratio is None:
-            return self.plan.tokens(np.zeros(batch, dtype=np.int64), self.max_new_tokens)
-        if policy.evicts and self.known_len is None:
+        if policy.evicts and self.plan.budget.ratio is not None and self.known_len is None:
             raise BudgetError("a ratio from the first token on needs the length of the text: new_cache(known_len=...)")
-        known = np.broadcast_to(np.asarray(self.known_len or 0, dtype=np.int64), (batch,))
-        return self.plan.tokens(known, self.max_new_tokens)
+        return self.budgets(np.broadcast_to(np.asarray(self.known_len or 0, dtype=np.int64), (batch,)))
 
-    # -------------------------------------------------------------------------------- what layers ask the cache
+    # ------------------------------------------------------------------------------- what layers ask the cache
+
+    def expect(self, layer: KVLayer) -> None:
+        """A layer's keys are on their way to kvlab's attention. Raises ValueError if the last ones never got there."""
+        self.check_usable()
+        if self.plan.ended():
+            raise ValueError("the session of this cache has ended; use the cache inside its `with attach(...)` block")
+        self.check_arrived()
+        self.pending = layer
+
+    def check_arrived(self) -> None:
+        """Raises ValueError if a layer's keys were given to the cache and then not to kvlab's attention."""
+        if self.pending is not None:
+            self.broken = True
+            raise ValueError(
+                f"layer {self.pending.layer_idx} gave its keys to the kvlab cache, but its attention didn't reach kvlab: the "
+                "cache was used on a model that isn't attached, or this model changes keys between cache and attention and "
+                "can't be used with kvlab"
+            )
+
+    def call_over(self) -> None:
+        """A forward pass is over: its ids and positions are of no use any more, and all keys must have arrived."""
+        self.input_ids = self._call = None
+        self.check_arrived()
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError after a call that failed midway."""
+        if self.broken:
+            raise RuntimeError("an earlier call on this cache failed midway; cache.reset(), or take a new cache")
+
+    def call_for(self, row_seen: np.ndarray, key: Tensor, padding: Tensor | None) -> Call:
+        """The new tokens of the current forward pass; made for the first layer, shared by the others."""
+        batch, _, tokens, _ = key.shape
+        if len(row_seen) not in (0, batch):
+            raise ValueError(
+                f"this cache holds {len(row_seen)} sequences, the call has {batch}; use a new cache, or "
+                "cache.batch_repeat_interleave(n) for n continuations of each"
+            )
+        made_from = CallKey(row_seen, tokens, padding, self.input_ids, key.device)
+        if self._call is None or not self._call[0].same(made_from):
+            seen = row_seen if len(row_seen) else np.zeros(batch, dtype=np.int64)
+            ids = self._ids_for(tokens, batch, key.device)
+            self._call = (made_from, Call.of(seen, tokens, padding, ids, key.device))
+        return self._call[1]
+
+    def _ids_for(self, tokens: int, batch: int, device: torch.device) -> Tensor | None:
+        if not self.needs_token_ids:
+            return None
+        if self.input_ids is None or self.input_ids.shape != (batch, tokens):
+            name = self.plan.policy.name
+            raise ValueError(f"policy {name} needs token ids: call the model with input_ids, not inputs_embeds")
+        return self.input_ids.to(device)
 
     @property
     def needs_token_ids(self) -> bool:
         """Whether layers must remember which token each slot holds."""
         return self.plan.policy.keep_special or "token_ids" in self.plan.policy.needs
 
-    def special_ids(self, device: torch.device) -> Tensor:
-        """Ids of special tokens."""
+    def special_ids(self, device: torch.device) -> Tensor | None:
+        """Ids of special tokens, where those are protected."""
+        if not self.plan.policy.keep_special:
+            return None
         assert self.plan.vocab is not None, "attach() checks that keep_special comes with a tokenizer"
-        return torch.tensor(sorted(self.plan.vocab.special), dtype=torch.int32, device=device)
+        return self.plan.vocab.special_ids(device)
 
     def sample_keys(self, batch: int, device: torch.device) -> Tensor | None:
         """One integer for each sequence, from `sample_ids`; sequences expanded by `generate` share their sample's."""
@@ -149,16 +214,15 @@ class KVCache(Cache):
             return None
         repeats, rest = divmod(batch, len(self._sample_keys))
         if rest:
-            raise ValueError(f"{len(self._sample_keys)} sample_ids were given for a batch of {batch}; give one for each prompt")
-        return torch.tensor(self._sample_keys, device=device).repeat_interleave(repeats)
+            given = len(self._sample_keys)
+            raise ValueError(f"{given} sample_ids were given for a batch of {batch}; give one for each prompt")
+        if (batch, device) not in self._sample_tensors:
+            self._sample_tensors[batch, device] = torch.tensor(self._sample_keys, device=device).repeat_interleave(repeats)
+        return self._sample_tensors[batch, device]
 
     def table_for(self, rotation: Rotation) -> RotaryTable:
-        """The rotary table of a layer that is called with this rotation for the first time."""
-        for table in self._tables:
-            if table.source is rotation.cos:
-                return table
-        self._tables.append(RotaryTable())
-        return self._tables[-1]
+        """The rotary table of all layers that rotate in this way."""
+        return self._tables.setdefault((rotation.source.key, rotation.cos.device), RotaryTable(rotation))
 
     def note_bytes(self, layer_idx: int, kv_bytes: int) -> None:
         """Record what a layer holds now."""
@@ -169,14 +233,14 @@ class KVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take these sequences of the batch, in this order (beam search)."""
+        rows = beam_idx.cpu()
+        row_seen = self.layers[0].row_seen[rows.numpy()]
         if self._sample_keys is not None:
-            keys = self.sample_keys(len(self.layers[0].row_seen), torch.device("cpu"))
+            keys = self.sample_keys(len(self.layers[0].row_seen), rows.device)
             assert keys is not None
-            self._sample_keys = keys[beam_idx.cpu()].tolist()
-        for table in self._tables:
-            table.select_rows(beam_idx)
+            self._sample_keys, self._sample_tensors = keys[rows].tolist(), {}
         for layer in self.layers:
-            layer.reorder_cache(beam_idx)
+            layer.select_rows(rows, row_seen)
             if layer.store is not None:
                 self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
 
@@ -186,29 +250,24 @@ class KVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence of the batch."""
-        rows = torch.arange(len(self.layers[0].row_seen))
-        self.reorder_cache(rows.repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.layers[0].row_seen)).repeat_interleave(repeats))
 
     def fork(self) -> KVCache:
         """An independent copy of everything held, policy state included: for several continuations of one prefix."""
+        self.check_usable()
         if self.phase != "auto":
             raise RuntimeError(f"a cache can't be forked inside a {self.phase!r} block")
         other = KVCache(self.plan, max_new_tokens=self.max_new_tokens, known_len=self.known_len)
         other._sample_keys = None if self._sample_keys is None else list(self._sample_keys)
-        other._tables = [table.copy() for table in self._tables]
+        other._tables = dict(self._tables)
         other.layers = [layer.fork(other) for layer in self.layers]
-        for layer, copy in zip(self.layers, other.layers, strict=True):
-            if layer.table is not None:
-                copy.table = other._tables[self._tables.index(layer.table)]
         other._held, other._peak = list(self._held), sum(self._held)
         return other
 
     def reset(self) -> None:
         """Forget everything, as new."""
         super().reset()
-        self.input_ids = None
-        self._tables = []
-        self._held, self._peak = [0] * len(self.layers), 0
+        self._start_anew()
 
     # ------------------------------------------------------------------------------------------------ reports
 
@@ -220,7 +279,8 @@ class KVCache(Cache):
     @property
     def kept_len(self) -> Tensor:
         """Tokens kept: (layers, batch, kv_heads). Layers must have equal numbers of KV heads."""
-        return torch.from_numpy(np.stack([layer.store.lengths for layer in self.layers if layer.store is not None]))
+        filled = [layer.store.lengths for layer in self.layers if layer.store is not None]
+        return torch.from_numpy(np.stack(filled)) if filled else torch.zeros(0, 0, 0, dtype=torch.long)
 
     def kept_positions(self) -> list[list[list[list[int]]]]:
         """Positions kept, ascending: [layer][sequence][kv_head] -> list of ints."""
@@ -232,14 +292,16 @@ class KVCache(Cache):
         filled = [layer for layer in self.layers if layer.store is not None]
         seen = sum(int(layer.row_seen.sum()) * layer.store.lengths.shape[1] for layer in filled)
         kept = sum(int(layer.store.lengths.sum()) for layer in filled)
-        state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables)
+        own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.limits_on_device)]
+        state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables.values())
+        state += sum(tensor.untyped_storage().nbytes() for tensor in own)
         return Memory(
             kv_bytes=sum(layer.store.kv_bytes for layer in filled),
             kv_bytes_peak=self._peak,
             kv_bytes_full=sum(self._full_bytes(layer) for layer in filled),
             state_bytes=state,
             kept_fraction=kept / seen if seen else 1.0,
-            kept_len=self.kept_len if filled else torch.zeros(0, 0, 0, dtype=torch.long),
+            kept_len=self.kept_len,
         )
 
     def _full_bytes(self, layer: KVLayer) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvlab.budget import Budget, BudgetError, LayerGeometry
-from kvlab.policies.base import Policy
+from kvlab.policies.base import Policy, PolicyError
 from kvlab.vocab import Vocab
 
 
@@ -25,6 +26,8 @@ class Plan:
     layers: tuple[LayerGeometry, ...]
     itemsize: int
     vocab: Vocab | None = None
+    ended: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether the session is over."""
 
     def __post_init__(self) -> None:
         fixed = self.budget.resolve([1], self.layers) if self.budget.ratio is None else None
@@ -44,7 +47,14 @@ class Plan:
         for budget in budgets:
             self._warn_if_cut(budget)
         rows = zip(budgets, lengths.tolist(), strict=True)
-        return np.array([self.policy.layer_budget(budget, len(self.layers), length) for budget, length in rows]).T
+        return np.array([self._over_layers(budget, length) for budget, length in rows]).T
+
+    def _over_layers(self, budget: int, length: int) -> list[int]:
+        split = self.policy.layer_budget(budget, len(self.layers), length)
+        if len(split) != len(self.layers) or sum(split) != len(self.layers) * budget:
+            total = f"{len(self.layers)} layers and sum to {len(self.layers) * budget}"
+            raise PolicyError(f"policy {self.policy.name}: layer_budget gave {split}; it must name {total}")
+        return split
 
     @property
     def _protected(self) -> dict[str, int]:

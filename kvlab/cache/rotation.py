@@ -6,94 +6,93 @@ interleaved layouts and scaled tables included. Exact to about 5e-7 in float32; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-_SPARE = 64  # places by which a table grows ahead
+from kvlab.shapes import Keys, Positions, Queries, QueryPositions
 
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The family's apply_rotary_pos_emb(q, k, cos, sin)."""
 
+MakeTables = Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
+"""cos and sin of the first places, (places, rotary_dim) each, in a type; from the model's own rotary embedding."""
+
+
+@dataclass(frozen=True)
+class RotarySource:
+    """Where a model's tables come from: layers that rotate alike have the same `key`."""
+
+    key: Hashable
+    make: MakeTables
+
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a model used in one call: cos and sin (batch or 1, tokens, rotary_dim), and the function that applies them."""
+    """What a model used in one call.
+
+    cos, sin  (batch or 1, tokens, rotary_dim)
+    apply     the function that applies them; it gets the first `dims` channels of a head (None: all)
+    source    the tables for any place
+    """
 
     cos: Tensor
     sin: Tensor
     apply: Apply
+    source: RotarySource
+    dims: int | None = None
 
     def undo(self, states: Tensor) -> Tensor:
         """Unrotated states, in float32 or wider. states: (batch, heads, tokens, head_dim)."""
         exact = torch.promote_types(states.dtype, torch.float32)
         cos, sin = self.cos.to(exact), self.sin.to(exact)
         norm = cos.square() + sin.square()
-        return rotate(states.to(exact), cos / norm, -sin / norm, self.apply)
+        return self.turn(states.to(exact), cos / norm, -sin / norm)
 
-
-def rotate(states: Tensor, cos: Tensor, sin: Tensor, apply: Apply) -> Tensor:
-    """Rotate states (batch, heads, tokens, head_dim) by tables (batch or 1, tokens, rotary_dim)."""
-    return apply(states, states, cos, sin)[0]
+    def turn(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate states (batch, heads, tokens, head_dim) by tables (batch or 1, tokens, rotary_dim)."""
+        turned = states[..., : self.dims]
+        turned = self.apply(turned, turned, cos, sin)[0]
+        return turned if self.dims is None else torch.cat([turned, states[..., self.dims :]], -1)
 
 
 class RotaryTable:
-    """cos and sin at the first places of each sequence, recorded as tokens pass by; shared by layers that rotate alike.
+    """cos and sin at places in the cache, (places, rotary_dim), made as far as they are needed; shared by layers."""
 
-    Rows are kept apart, so that a padded row whose positions the model counts from its pads stays consistent.
-    """
+    def __init__(self, rotation: Rotation) -> None:
+        nothing = rotation.cos.new_zeros(0, rotation.cos.shape[-1])
+        self.rotation = replace(rotation, cos=nothing, sin=nothing)  # how to turn; the call's own tables may go
+        self.cos = self.sin = nothing
 
-    def __init__(self) -> None:
-        self.source: Tensor | None = None
-        self.cos: Tensor | None = None  # (batch, places, rotary_dim)
-        self.sin: Tensor | None = None
+    def cover(self, places: int, dtype: torch.dtype) -> None:
+        """Make sure that the first `places` are there, in float32 or wider."""
+        if places > len(self.cos):
+            self.cos, self.sin = self.rotation.source.make(2 * places, torch.promote_types(dtype, torch.float32))
 
-    def record(self, rotation: Rotation, positions: Tensor, places: int) -> None:
-        """Add a call's tables for tokens that stand before `places`. positions: (batch, tokens), -1 for pads."""
-        if self.source is rotation.cos:
-            return
-        self.source = rotation.cos
-        rows, tokens = ((positions >= 0) & (positions < places)).nonzero(as_tuple=True)
-        for name in ("cos", "sin"):
-            new = getattr(rotation, name)
-            new = new.to(torch.promote_types(new.dtype, torch.float32)).expand(len(positions), -1, -1)
-            table = self._grown(getattr(self, name), new, places)
-            table[rows, positions[rows, tokens].long()] = new[rows, tokens]
-            setattr(self, name, table)
+    def place_keys(self, keys: Keys, positions: Positions) -> Keys:
+        """Rotate unrotated keys by their rank among the held tokens, oldest first."""
+        last = torch.iinfo(positions.dtype).max
+        order = positions.masked_fill(positions < 0, last).argsort(-1)
+        # Empty slots rank last, maybe beyond the table; what stands in them is not read.
+        ranks = torch.arange(order.shape[-1], device=order.device).clamp(max=max(0, len(self.cos) - 1)).expand_as(order)
+        return self._rotated(keys, torch.empty_like(order).scatter_(-1, order, ranks))
 
-    @staticmethod
-    def _grown(table: Tensor | None, like: Tensor, places: int) -> Tensor:
-        known = 0 if table is None else table.shape[1]
-        if table is not None and known >= places:
-            return table
-        grown = like.new_zeros(len(like), places + _SPARE, like.shape[-1])
-        if table is not None:
-            grown[:, :known] = table
-        return grown
+    def place_queries(self, queries: Queries, query_positions: QueryPositions, positions: Positions) -> Queries:
+        """Rotate unrotated queries by the rank of their own token among the held ones of each KV head."""
+        held = (positions >= 0)[:, :, None] & (positions[:, :, None] <= query_positions[:, None, :, None])
+        places = (held.sum(-1) - 1).clamp(min=0)  # (batch, kv_heads, queries)
+        group = queries.shape[2]
+        return self._rotated(queries.flatten(2, 3), places.repeat(1, 1, group)).unflatten(2, (group, -1))
 
-    def at(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin at these places: (batch, heads, tokens) -> each (batch * heads, tokens, rotary_dim)."""
-        assert self.cos is not None and self.sin is not None
-        batch, heads, tokens = places.shape
-        index = places.long().clamp(min=0).view(batch, heads * tokens, 1)
-        pair = (table.gather(1, index.expand(-1, -1, table.shape[-1])) for table in (self.cos, self.sin))
-        cos, sin = (part.view(batch * heads, tokens, -1).to(dtype) for part in pair)
-        return cos, sin
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Reorder or expand along the batch."""
-        if self.cos is not None and self.sin is not None:
-            self.cos, self.sin = self.cos[rows], self.sin[rows]
-
-    def copy(self) -> RotaryTable:
-        """An independent copy."""
-        other = RotaryTable()
-        other.cos, other.sin = (None if table is None else table.clone() for table in (self.cos, self.sin))
-        return other
+    def _rotated(self, states: Tensor, places: Tensor) -> Tensor:
+        """Rotate (batch, kv_heads, tokens, head_dim) by places (batch, kv_heads, tokens)."""
+        cos, sin = (table[places.flatten(0, 1)].to(states.dtype) for table in (self.cos, self.sin))
+        flat = states.flatten(0, 1)[:, None]  # (batch * kv_heads, 1, tokens, head_dim)
+        return self.rotation.turn(flat, cos, sin)[:, 0].view_as(states)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(table.untyped_storage().nbytes() for table in (self.cos, self.sin) if table is not None)
+        return self.cos.untyped_storage().nbytes() + self.sin.untyped_storage().nbytes()

@@ -1,14 +1,15 @@
 """The slot store of one layer: keys, values, true positions and per-token state, for rows of different lengths.
 
-A row is one KV head of one sequence. All rows lie end to end in flat tensors, each with its own number of slots, so a head
-that keeps less takes less (ragged heads), and where all rows have the same number of slots the dense view
+A row is one KV head of one sequence. All rows lie end to end in flat tensors ("planes"), each with its own number of slots,
+so a head that keeps less takes less (ragged heads), and where all rows have the same number of slots the dense view
 (batch, kv_heads, slots, ...) costs nothing. A token is written into a free slot and a victim's slot is written over; the
 order of slots means nothing. This module knows no policy, no budget rule and no model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ GROWTH = 16
 """Slots by which a row grows while its budget is not reached."""
 
 Counts = np.ndarray  # (batch, kv_heads) int64, on the host: lengths never wait for the device
+Rows = np.ndarray  # masks of rows on the host
 
 
 @dataclass(frozen=True)
@@ -35,47 +37,60 @@ class View:
     index: Tensor | None = None
 
 
-@dataclass
 class SlotStore:
-    """Keys and values of one layer. Build with `SlotStore.empty`.
+    """Keys and values of one layer.
 
-    keys (total_slots, key_dim), values (total_slots, value_dim), positions (total_slots,) int32 with -1 for an empty slot;
-    state: named per-token tensors (total_slots,), gathered along with the tokens.
+    planes    flat tensors (total_slots, ...): keys, values, positions (int32, -1 for an empty slot), and per-token state
+    capacity, lengths  slots and tokens of each row, (batch, kv_heads)
+    next_slot  flat index of the slot that each row writes next, (batch * kv_heads,); of no meaning for a full row
+    holed      rows whose one free slot is a victim's, somewhere; the others fill their first slots
     """
 
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    state: dict[str, Tensor]
-    capacity: Counts
-    lengths: Counts
-    next_slot: Tensor
-    """Flat index of the slot that each row writes next, (batch * kv_heads,); meaningless for a row without a free slot."""
-    holed: np.ndarray
-    """(batch, kv_heads) bool: rows whose one free slot is a victim's, somewhere; the others fill their first slots."""
-    _offsets: Counts = field(init=False)
-    _dense_index: Tensor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self._offsets = _row_starts(self.capacity)
+    def __init__(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts, next_slot: Tensor, holed: Rows) -> None:
+        self.planes = planes
+        self.capacity = capacity
+        self.lengths = lengths
+        self.next_slot = next_slot
+        self.holed = holed
+        self._offsets = _row_starts(capacity)
+        self._device_offsets: Tensor | None = None
+        self._dense_index: Tensor | None = None
 
     @classmethod
-    def empty(cls, keys: Keys, values: Values, state: dict[str, torch.dtype]) -> SlotStore:
-        """A store without slots, for tensors like these (their slots axis may be anything)."""
-        batch, kv_heads = keys.shape[:2]
-        none = np.zeros((batch, kv_heads), dtype=np.int64)
-        return cls(
-            keys=keys.new_zeros(0, keys.shape[-1]),
-            values=values.new_zeros(0, values.shape[-1]),
-            positions=torch.zeros(0, dtype=torch.int32, device=keys.device),
-            state={name: torch.zeros(0, dtype=kind, device=keys.device) for name, kind in state.items()},
-            capacity=none,
-            lengths=none.copy(),
-            next_slot=torch.zeros(none.size, dtype=torch.long, device=keys.device),
-            holed=np.zeros_like(none, dtype=bool),
-        )
+    def empty(cls, keys: Keys, values: Values, state: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> SlotStore:
+        """A store without slots, for tensors like these (their slots axis may be anything). state: name -> (dtype, shape)."""
+        none = np.zeros(keys.shape[:2], dtype=np.int64)
+        device = keys.device
+        planes = {
+            "keys": keys.new_zeros(0, keys.shape[-1]),
+            "values": values.new_zeros(0, values.shape[-1]),
+            "positions": torch.zeros(0, dtype=torch.int32, device=device),
+        }
+        planes |= {name: torch.zeros(0, *shape, dtype=kind, device=device) for name, (kind, shape) in state.items()}
+        next_slot = torch.zeros(none.size, dtype=torch.long, device=device)
+        return cls(planes, none, none.copy(), next_slot, np.zeros_like(none, dtype=bool))
 
     # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def keys(self) -> Tensor:
+        """(total_slots, key_dim)."""
+        return self.planes["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """(total_slots, value_dim)."""
+        return self.planes["values"]
+
+    @property
+    def positions(self) -> Tensor:
+        """(total_slots,) int32, -1 for an empty slot."""
+        return self.planes["positions"]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Per-token state by name, (total_slots, ...)."""
+        return {name: plane for name, plane in self.planes.items() if name not in ("keys", "values", "positions")}
 
     @property
     def uniform(self) -> bool:
@@ -88,116 +103,125 @@ class SlotStore:
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
     @property
+    def indices(self) -> list[Tensor]:
+        """Slot indices that are kept on the device."""
+        return [tensor for tensor in (self.next_slot, self._device_offsets, self._dense_index) if tensor is not None]
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of bookkeeping held on the device: positions, per-token state, next slots."""
-        held = [self.positions, self.next_slot, *self.state.values()]
+        """Bytes of bookkeeping held on the device: positions, per-token state, slot indices."""
+        held = [self.positions, *self.state.values(), *self.indices]
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def view(self) -> View:
         """Dense view. Where rows are ragged it is a copy, in which short rows end in empty slots."""
-        batch, kv_heads = self.lengths.shape
         if self.uniform:
             width = int(self.capacity.flat[0] if self.holed.any() else self.lengths.max())
-
-            def dense(flat: Tensor) -> Tensor:
-                return flat.view(batch, kv_heads, int(self.capacity.flat[0]), *flat.shape[1:])[:, :, :width]
-
-            positions, index = dense(self.positions), None
+            dense = {name: self._dense(plane)[:, :, :width] for name, plane in self.planes.items()}
+            index = None
         else:
             index, absent = self._gather_index()
             width = index.shape[-1]
-
-            def dense(flat: Tensor) -> Tensor:
-                return flat[index]
-
-            positions = dense(self.positions).masked_fill(absent, -1)
-        return View(
-            keys=dense(self.keys),
-            values=dense(self.values),
-            positions=positions,
-            state={name: dense(tensor) for name, tensor in self.state.items()},
-            full=bool((self.lengths == width).all()),
-            index=index,
-        )
+            dense = {name: plane[index] for name, plane in self.planes.items()}
+            dense["positions"] = dense["positions"].masked_fill(absent, -1)
+        keys, values, positions = (dense.pop(name) for name in ("keys", "values", "positions"))
+        return View(keys, values, positions, dense, bool((self.lengths == width).all()), index)
 
     def write_state(self, name: str, dense: Tensor, view: View) -> None:
-        """Set the per-token state from its dense form, (batch, kv_heads, slots) as in `view`."""
+        """Set the per-token state, in `view` too, from its dense form (batch, kv_heads, slots, ...)."""
         if view.index is None:
             view.state[name].copy_(dense)
         else:
             held = view.positions >= 0
-            self.state[name][view.index[held]] = dense[held].to(self.state[name].dtype)
+            view.state[name] = dense.to(self.planes[name].dtype)
+            self.planes[name][view.index[held]] = view.state[name][held]
+
+    def _dense(self, plane: Tensor) -> Tensor:
+        """A plane of uniform rows as (batch, kv_heads, capacity, ...)."""
+        return plane.view(*self.lengths.shape, int(self.capacity.flat[0]), *plane.shape[1:])
 
     def _gather_index(self) -> tuple[Tensor, Tensor]:
         """Flat index of each dense slot, and which dense slots lie beyond their row's end."""
         if self._dense_index is None:
             slots = np.arange(self.capacity.max())
-            index = self._offsets[..., None] + np.minimum(slots, np.maximum(self.capacity[..., None] - 1, 0))
-            index = np.where(slots < self.capacity[..., None], index, -1)
+            index = np.where(slots < self.capacity[..., None], self._offsets[..., None] + slots, -1)
             self._dense_index = torch.from_numpy(index).to(self.keys.device)
         return self._dense_index.clamp(min=0), self._dense_index < 0
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def append(self, keys: Keys, values: Values, positions: Tensor, state: dict[str, Tensor]) -> None:
-        """Add a turn's tokens, exactly: no free slot remains. positions (batch, tokens), -1 for a pad, which takes no slot."""
+    def append(
+        self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor], *, more_to_come: bool = False
+    ) -> None:
+        """Add a turn's tokens. No free slot remains, unless `more_to_come` asks for room to grow by chunks.
+
+        positions (batch, tokens), -1 for a pad, which takes no slot; state (batch, kv_heads or 1, tokens, ...) by name,
+        0 for what is left out.
+        """
         arrived = (positions >= 0).sum(-1).cpu().numpy()[:, None]  # (batch, 1)
         lengths = self.lengths + arrived
-        if not self.lengths.any() and bool((arrived == positions.shape[1]).all()):
-            self._adopt(keys, values, positions, state)
-            return
-        source = (self.positions >= 0).nonzero()[:, 0]
-        target = self._targets(self.lengths, _row_starts(lengths))
-        new = self._reallocated(lengths, source, target, lengths)
-        kv_heads = lengths.shape[1]
-        valid = (positions >= 0)[:, None].expand(-1, kv_heads, -1)
-        arrived_per_row = np.broadcast_to(arrived, lengths.shape)
-        target = self._targets(arrived_per_row, _row_starts(lengths) + self.lengths)
-        new.keys[target], new.values[target] = keys[valid], values[valid].to(new.values.dtype)
-        new.positions[target] = positions[:, None].expand(-1, kv_heads, -1)[valid].int()
-        for name, dense in state.items():
-            new.state[name][target] = dense[:, None].expand(-1, kv_heads, -1)[valid].to(new.state[name].dtype)
-        self._become(new)
+        fits = (lengths <= self.capacity).all() if more_to_come else (lengths == self.capacity).all()
+        if self.holed.any() or not fits:
+            self._resize(np.maximum(lengths, self.capacity * 3 // 2) if more_to_come else lengths)
+        incoming = self._spread(keys, values, positions, state)
+        start, tokens = int(self.lengths.flat[0]), positions.shape[1]
+        if self.uniform and (self.lengths == start).all() and (arrived == tokens).all():
+            for name, new in incoming.items():
+                self._dense(self.planes[name])[:, :, start : start + tokens] = new
+        else:
+            valid = (positions >= 0)[:, None].expand(-1, lengths.shape[1], -1)
+            target = self._slots(self._offsets + self.lengths, np.broadcast_to(arrived, lengths.shape))
+            for name, new in incoming.items():
+                self.planes[name][target] = new[valid]
+        self.lengths = lengths
+        self._point_behind(~self.holed)
 
-    def insert(self, keys: Keys, values: Values, positions: Tensor, state: dict[str, Tensor], rows: Tensor | None) -> None:
+    def insert(
+        self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor], rows: Rows | None = None
+    ) -> None:
         """Write one token into each row's free slot (rows: (batch,) mask, None = all). Call `reserve` first.
 
-        keys and values (batch, kv_heads, 1, dim), positions (batch, 1).
+        keys and values (batch, kv_heads, 1, dim), positions (batch, 1), state (batch, kv_heads or 1, 1, ...) by name.
         """
-        kv_heads = self.lengths.shape[1]
-        slots = self.next_slot
-        pick: slice | Tensor = slice(None)
+        slots, pick = self.next_slot, None
         if rows is not None:
-            pick = rows[:, None].expand(-1, kv_heads).flatten().nonzero()[:, 0]
+            written = np.broadcast_to(np.asarray(rows)[:, None], self.lengths.shape)
+            pick = torch.from_numpy(written.ravel().nonzero()[0]).to(slots.device)
             slots = slots[pick]
-        self.keys[slots] = keys.flatten(0, 2)[pick]
-        self.values[slots] = values.flatten(0, 2)[pick]
-        self.positions[slots] = positions.int().expand(-1, kv_heads).flatten()[pick]
-        for name, tensor in self.state.items():
-            tensor[slots] = state[name].expand(-1, kv_heads).flatten()[pick].to(tensor.dtype) if name in state else 0
-        written = np.ones((len(self.lengths), 1), dtype=bool) if rows is None else rows.cpu().numpy()[:, None]
+        else:
+            written = np.ones_like(self.holed)
+        incoming = self._spread(keys, values, positions, state)
+        for name, plane in self.planes.items():
+            if name in incoming:
+                new = incoming[name].flatten(0, 2)
+                plane[slots] = new if pick is None else new[pick]
+            else:
+                plane[slots] = 0
         self.lengths = self.lengths + written
         self.holed = self.holed & ~written
         if (self.lengths < self.capacity).any():
-            self._point_behind(np.broadcast_to(written, self.lengths.shape))
+            self._point_behind(written.copy())
 
-    def reserve(self, limit: Counts | None, rows: Tensor | None) -> None:
+    def reserve(self, limit: Counts | None, rows: Rows | None = None) -> None:
         """Make sure that each row has a free slot; a row grows by GROWTH slots, never beyond `limit` slots."""
         lacking = self.lengths == self.capacity
         if rows is not None:
-            lacking &= rows.cpu().numpy()[:, None]
+            lacking &= np.asarray(rows)[:, None]
         if not lacking.any():
             return
-        capacity = np.where(lacking, self.capacity + GROWTH, self.capacity)
+        grown = self.capacity + GROWTH
         if limit is not None:
-            capacity = np.where(lacking, np.minimum(capacity, np.maximum(limit, self.lengths + 1)), self.capacity)
-        source = (self.positions >= 0).nonzero()[:, 0]
-        self._become(self._reallocated(capacity, source, self._targets(self.lengths, _row_starts(capacity))))
+            grown = np.minimum(grown, np.maximum(limit, self.lengths + 1))
+        self._resize(np.where(lacking, grown, self.capacity))
 
-    def vacate(self, slots: PerHead, rows: Counts | None = None) -> None:
-        """Drop one token a row: its slot in the dense view becomes the next one written. rows: mask, None = all."""
-        offsets = torch.from_numpy(self._offsets).to(slots.device)
-        flat = (offsets + slots).flatten()
+    def trim(self) -> None:
+        """Free what rows hold beyond GROWTH free slots."""
+        if (self.capacity > self.lengths + GROWTH).any():
+            self._resize(np.minimum(self.capacity, self.lengths + GROWTH))
+
+    def vacate(self, slots: PerHead, rows: Rows | None = None) -> None:
+        """Drop one token a row: its slot in the dense view becomes the next one written. rows: (batch, kv_heads) mask."""
+        flat = (self._offsets_on_device() + slots).flatten()
         if rows is None:
             rows = np.ones_like(self.holed)
             self.positions[flat] = -1
@@ -216,103 +240,75 @@ class SlotStore:
         capacity = lengths + GROWTH if limit is None else np.minimum(lengths + GROWTH, np.maximum(limit, lengths))
         index = view.index
         if index is None:
-            slots = torch.arange(view.positions.shape[-1], device=kept.device)
-            index = torch.from_numpy(self._offsets).to(kept.device)[..., None] + slots
-        source = index[kept]  # row by row
-        self._become(self._reallocated(capacity, source, self._targets(lengths, _row_starts(capacity)), lengths))
+            index = self._offsets_on_device()[..., None] + torch.arange(view.positions.shape[-1], device=kept.device)
+        self._rebuild(capacity, lengths, index[kept])
 
     def select_rows(self, sequences: Tensor) -> None:
         """Rebuild the store from these sequences of the batch (beam search, expansion): (new_batch,) indices."""
         chosen = sequences.cpu().numpy()
-        capacity = self.capacity[chosen]
-        source = _ranges(self._offsets[chosen], capacity)
-        target = torch.arange(len(source), device=self.keys.device)
-        new = self._reallocated(capacity, torch.from_numpy(source).to(self.keys.device), target, self.lengths[chosen])
+        capacity, holed = self.capacity[chosen], self.holed[chosen]
+        source = self._slots(self._offsets[chosen], capacity)
         rows = torch.from_numpy(np.arange(self.lengths.size).reshape(self.lengths.shape)[chosen].ravel())
-        shift = torch.from_numpy((_row_starts(capacity) - self._offsets[chosen]).ravel()).to(self.keys.device)
-        new.next_slot = self.next_slot[rows.to(self.keys.device)] + shift
-        new.holed = self.holed[chosen]
-        self._become(new)
+        shift = torch.from_numpy((_row_starts(capacity) - self._offsets[chosen]).ravel())
+        next_slot = self.next_slot[rows.to(self.keys.device)] + shift.to(self.keys.device)
+        planes = {name: plane[source] for name, plane in self.planes.items()}
+        self._take(planes, capacity, self.lengths[chosen], next_slot, holed)
 
     def copy(self) -> SlotStore:
         """An independent copy of everything held."""
-        return SlotStore(
-            self.keys.clone(),
-            self.values.clone(),
-            self.positions.clone(),
-            {name: tensor.clone() for name, tensor in self.state.items()},
-            self.capacity.copy(),
-            self.lengths.copy(),
-            self.next_slot.clone(),
-            self.holed.copy(),
-        )
+        planes = {name: plane.clone() for name, plane in self.planes.items()}
+        return SlotStore(planes, self.capacity.copy(), self.lengths.copy(), self.next_slot.clone(), self.holed.copy())
 
     # ------------------------------------------------------------------------------------------------ moving
 
-    def _adopt(self, keys: Keys, values: Values, positions: Tensor, state: dict[str, Tensor]) -> None:
-        """First tokens of an empty store, no pads: one straight copy."""
-        batch, kv_heads, tokens = keys.shape[:3]
-        self.keys = keys.to(self.keys.dtype).reshape(-1, keys.shape[-1]).clone()
-        self.values = values.reshape(-1, values.shape[-1]).clone()
-        rows = positions.int()[:, None].expand(-1, kv_heads, -1)
-        self.positions = rows.reshape(-1).clone()
-        for name, tensor in self.state.items():
-            if name in state:
-                self.state[name] = state[name][:, None].expand_as(rows).reshape(-1).to(tensor.dtype).clone()
-            else:
-                self.state[name] = tensor.new_zeros(len(self.positions))
-        self.capacity = np.full((batch, kv_heads), tokens, dtype=np.int64)
-        self.lengths = self.capacity.copy()
-        self.holed = np.zeros_like(self.lengths, dtype=bool)
-        self._offsets = _row_starts(self.capacity)
-        self._dense_index = None
+    def _spread(self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New tokens plane by plane, in each plane's type: (batch, kv_heads, tokens, ...)."""
+        incoming = {"keys": keys, "values": values, "positions": positions[:, None], **state}
+        shape = (*self.lengths.shape, positions.shape[1])
+        planes = self.planes
+        return {name: new.to(planes[name].dtype).expand(*shape, *planes[name].shape[1:]) for name, new in incoming.items()}
 
-    def _targets(self, counts: Counts, starts: Counts) -> Tensor:
-        """Flat indices of the first `counts` slots from `starts` on, row by row."""
-        return torch.from_numpy(_ranges(starts, counts)).to(self.keys.device)
+    def _resize(self, capacity: Counts) -> None:
+        """Same tokens, other numbers of slots; they move to the front of their rows."""
+        self._rebuild(capacity, self.lengths, (self.positions >= 0).nonzero()[:, 0])
 
-    def _reallocated(self, capacity: Counts, source: Tensor, target: Tensor, lengths: Counts | None = None) -> SlotStore:
-        """A new store with this capacity into which the tokens at `source` moved to `target`; the rest is empty."""
+    def _rebuild(self, capacity: Counts, lengths: Counts, source: Tensor) -> None:
+        """New planes that hold the tokens at these flat indices (row by row), so that the old ones are released."""
+        target = self._slots(_row_starts(capacity), lengths)
         total = int(capacity.sum())
+        planes = {}
+        for name in list(self.planes):
+            plane = self.planes.pop(name)  # one plane at a time is there twice
+            planes[name] = plane.new_full((total, *plane.shape[1:]), -1 if name == "positions" else 0)
+            planes[name][target] = plane[source]
+        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))
 
-        def moved(flat: Tensor, empty: int = 0) -> Tensor:
-            new = flat.new_full((total, *flat.shape[1:]), empty)
-            new[target] = flat[source]
-            return new
+    def _take(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts, next_slot: Tensor, holed: Rows) -> None:
+        SlotStore.__init__(self, planes, capacity, lengths, next_slot, holed)
+        self._point_behind(~holed)
 
-        return SlotStore(
-            keys=moved(self.keys),
-            values=moved(self.values),
-            positions=moved(self.positions, -1),
-            state={name: moved(tensor) for name, tensor in self.state.items()},
-            capacity=capacity,
-            lengths=self.lengths if lengths is None else lengths,
-            next_slot=self.next_slot,
-            holed=np.zeros(capacity.shape, dtype=bool),
-        )
+    def _slots(self, starts: Counts, counts: Counts) -> Tensor:
+        """Flat indices of `counts` slots from `starts` on, row by row."""
+        starts, counts = starts.ravel(), counts.ravel()
+        before = counts.cumsum() - counts
+        flat = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+        return torch.from_numpy(flat).to(self.keys.device)
 
-    def _become(self, new: SlotStore) -> None:
-        """Take over another store's tensors, so that the old ones are released."""
-        for name in ("keys", "values", "positions", "state", "capacity", "lengths", "next_slot", "holed", "_offsets"):
-            setattr(self, name, getattr(new, name))
-        self._dense_index = None
-        self._point_behind(~self.holed)
-
-    def _point_behind(self, rows: np.ndarray) -> None:
+    def _point_behind(self, rows: Rows) -> None:
         """Let these rows, (batch, kv_heads) mask, write next behind their last token."""
         behind = self._offsets + np.minimum(self.lengths, np.maximum(self.capacity - 1, 0))
         new = torch.from_numpy(behind.ravel()).to(self.keys.device)
-        self.next_slot = torch.where(torch.from_numpy(rows.ravel()).to(new.device), new, self.next_slot)
+        if not rows.all():
+            new = torch.where(torch.from_numpy(rows.ravel()).to(new.device), new, self.next_slot)
+        self.next_slot = new
+
+    def _offsets_on_device(self) -> Tensor:
+        if self._device_offsets is None:
+            self._device_offsets = torch.from_numpy(self._offsets).to(self.keys.device)
+        return self._device_offsets
 
 
 def _row_starts(capacity: Counts) -> Counts:
     """Flat offset of each row."""
     ends = capacity.cumsum().reshape(capacity.shape)
     return ends - capacity
-
-
-def _ranges(starts: Counts, counts: Counts) -> np.ndarray:
-    """Concatenation of arange(start, start + count) over all rows."""
-    starts, counts = starts.ravel(), counts.ravel()
-    before = counts.cumsum() - counts
-    return np.arange(counts.sum()) + np.repeat(starts - before, counts)

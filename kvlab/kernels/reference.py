@@ -6,6 +6,7 @@ any float type; softmax and sums in float32, or in float64 for float64 inputs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPosi
 CHUNK = 64
 """Queries per pass where weights are needed: small enough for a processor's cache at a few thousand slots."""
 MASKED_CHUNK = 512
-"""Queries per pass where only a boolean mask must be built."""
+"""Queries per pass where only a boolean mask must be built, fewer where that would take more than MASK_BYTES."""
+MASK_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ def attend(
         return attend_with_mass(queries, keys, values, query_positions, positions, rule, group=None, causal=causal)[0]
     values = values.to(keys.dtype)
     if causal and (rule.window is None or queries.shape[3] <= rule.window):
-        flat = F.scaled_dot_product_attention(
-            queries.flatten(1, 2), keys, values, is_causal=True, scale=rule.scaling, enable_gqa=queries.shape[2] > 1
-        )
-        return flat.unflatten(1, queries.shape[1:3])
+        return _causal(queries, keys, values, rule.scaling)
+    batch, kv_heads, group, count, _ = queries.shape
+    fitting = MASK_BYTES // max(1, batch * kv_heads * group * keys.shape[2])
+    size = count if all_visible else min(MASKED_CHUNK, max(16, fitting))
     outputs = []
-    for part, where in _chunks(queries, query_positions, MASKED_CHUNK):
+    for part, where in _chunks(queries, query_positions, size):
         group, count = part.shape[2:4]
         mask = None
         if not all_visible:
@@ -109,6 +111,18 @@ def attend(
         flat = F.scaled_dot_product_attention(part.flatten(2, 3), keys, values, attn_mask=mask, scale=rule.scaling)
         outputs.append(flat.unflatten(2, (group, count)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
+
+
+def _causal(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Plain causal attention of a text over itself, by torch's fused kernel."""
+    group = queries.shape[2]
+    fused_gqa = group > 1 and not (keys.is_cuda and keys.dtype == torch.float32)
+    if group > 1 and not fused_gqa:  # no fused CUDA kernel groups float32 heads, and the plain one needs length^2 memory
+        keys, values = (tensor.repeat_interleave(group, 1) for tensor in (keys, values))
+    flat = F.scaled_dot_product_attention(
+        queries.flatten(1, 2), keys, values, is_causal=True, scale=scaling, enable_gqa=fused_gqa
+    )
+    return flat.unflatten(1, queries.shape[1:3])
 
 
 def attend_with_mass(
@@ -144,10 +158,10 @@ def attend_with_mass(
 
 def merge_group(attention: Tensor, group: str) -> Tensor:
     """Merge the query heads of each KV head: (batch, kv_heads, group, ...) -> (batch, kv_heads, ...)."""
-    if group == "mean":
-        return attention.mean(2)
-    if group == "sum":
-        return attention.sum(2)
+    if group in ("mean", "sum"):
+        # One head after the other: a reduction could add up equal heads in another order, and so break ties.
+        total = functools.reduce(torch.add, attention.unbind(2))
+        return total / attention.shape[2] if group == "mean" else total
     if group == "max":
         return attention.amax(2)
     assert group == "first", group

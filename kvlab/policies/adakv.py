@@ -1,13 +1,12 @@
 """Ada-KV (Feng et al. 2024, arXiv 2407.11550, section 4): SnapKV with a budget for each head."""
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvlab.budget import apportion
+from kvlab.budget import apportion, exact_share
 from kvlab.policies.base import PolicyError, register
 from kvlab.policies.snapkv import SnapKV
 from kvlab.selection import NORMAL, RECENT
@@ -39,22 +38,40 @@ class AdaKV(SnapKV):
         held = (step.positions >= 0).sum(-1)  # (batch, kv_heads)
         protected = (tiers >= RECENT).sum(-1)
         for row in range(len(budgets)):
-            base = int((step.budget[row] - protected[row]).min())
-            if base > 0 and bool((held[row] > step.budget[row]).any()):
-                normal = tiers[row] == NORMAL
-                shares = self._split(scores[row], step.positions[row], normal, base)
-                budgets[row] = protected[row] + torch.tensor(shares, device=budgets.device)
+            base = (step.budget[row] - protected[row]).tolist()
+            if min(base) > 0 and bool((held[row] > step.budget[row]).any()):
+                shares = self._split(scores[row], step.positions[row], tiers[row] == NORMAL, base)
+                split = (protected[row] + torch.tensor(shares, device=budgets.device)).tolist()
+                budgets[row] = torch.tensor(_fill(split, held[row].tolist()), device=budgets.device)
         return budgets
 
-    def _split(self, scores: Tensor, positions: Tensor, normal: Tensor, base: int) -> list[int]:
-        """Budgets of one layer's heads, `base` on average. scores, positions, normal: (kv_heads, slots)."""
+    def _split(self, scores: Tensor, positions: Tensor, normal: Tensor, base: list[int]) -> list[int]:
+        """Unprotected tokens of one layer's heads, summing to those of `base`. scores, ...: (kv_heads, slots)."""
         heads, slots = scores.shape
         head_of = torch.arange(heads, device=scores.device).repeat_interleave(slots)
         order = positions.flatten().argsort(dim=-1, descending=True, stable=True)  # newer first, then the lower head
         best_first = scores.flatten()[order].argsort(dim=-1, descending=True, stable=True)
         order = order[best_first]
-        order = order[normal.flatten()[order]][: heads * base]
+        order = order[normal.flatten()[order]][: sum(base)]
+        if len(order) < sum(base):  # fewer tokens than places, so all can be kept
+            return base
         counts = head_of[order].bincount(minlength=heads).tolist()
-        alpha = Fraction(str(self.alpha))
-        shares = [float((1 - alpha) * count + alpha * base) for count in counts]
-        return apportion(shares, heads * base) if sum(counts) == heads * base else [base] * heads
+        alpha = exact_share(self.alpha)
+        shares = [float((1 - alpha) * count + alpha * even) for count, even in zip(counts, base, strict=True)]
+        return apportion(shares, sum(base))
+
+
+def _fill(budgets: list[int], held: list[int]) -> list[int]:
+    """Hand places that a head can't fill to the first heads that can; the sum stays."""
+    budgets = list(budgets)
+    spare = min(
+        sum(max(0, budget - has) for budget, has in zip(budgets, held, strict=True)),
+        sum(max(0, has - budget) for budget, has in zip(budgets, held, strict=True)),
+    )
+    to_take, to_give = spare, spare
+    for head, (budget, has) in enumerate(zip(budgets, held, strict=True)):
+        taken = min(to_take, max(0, budget - has))
+        given = min(to_give, max(0, has - budget))
+        budgets[head] += given - taken
+        to_take, to_give = to_take - taken, to_give - given
+    return budgets

@@ -7,21 +7,36 @@ A policy is a frozen dataclass registered by name. Its fields are its settings (
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import ClassVar, Literal, TypeVar
 
-from kvlab.shapes import PerHead, Scores, Step, Tiers
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.hints import did_you_mean
+from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
 
 Group = Literal["mean", "max", "sum", "first"]
 
 
+NEEDS = frozenset({"mass", "attention", "token_ids"})
+
+
 class PolicyError(ValueError):
     """A policy or one of its settings that cannot be: the message says what to change."""
+
+
+@dataclass(frozen=True)
+class TokenState:
+    """Type and shape of what a policy remembers of one token."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Policy:
     """`layer`: all KV heads of a layer keep the same tokens."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Any of: mass (attention received so far), attention (of the voting queries), token_ids."""
+    state: ClassVar[Mapping[str, TokenState]] = {}
+    """What the policy remembers of each token; `arrive` makes it, the cache moves it along and bills it."""
     query_aware: ClassVar[bool] = False
     """Whether the last tokens of the prompt steer what is kept, so that a question at its end is seen."""
     ragged: ClassVar[bool] = False
@@ -67,6 +84,14 @@ class Policy:
     def score(self, step: Step) -> Scores:
         """Importance of each held token, higher = keep. Empty slots may get anything. Shape (batch, kv_heads, slots)."""
         raise NotImplementedError(f"policy {self.name or type(self).__name__} has no score()")
+
+    def arrive(self, arrival: Arrival) -> Mapping[str, Tensor]:
+        """State of new tokens by name: (batch, kv_heads, tokens, ...) each. What is left out starts at 0."""
+        return {}
+
+    def target(self, budget: np.ndarray) -> np.ndarray:
+        """How many tokens a decode step's decision leaves, at most the budget: (batch, kv_heads), on the host."""
+        return budget
 
     def recent(self, budget: PerHead) -> PerHead:
         """How many of the last tokens are protected under a budget of that many tokens per head."""
@@ -99,6 +124,10 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
             raise PolicyError(f"policy name {name!r} is taken by {known.__module__}; register under another name")
         if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
             raise PolicyError(f"policy {name!r}: put @dataclass(frozen=True) below @register({name!r})")
+        if unknown := cls.needs - NEEDS:
+            raise PolicyError(f"policy {name!r} needs {', '.join(unknown)}; what there is: {', '.join(sorted(NEEDS))}")
+        if taken := NEEDS & set(cls.state):
+            raise PolicyError(f"policy {name!r}: state {', '.join(taken)} is a name of kvlab's own; choose another")
         cls.name = name
         _REGISTRY[name] = cls
         return cls
@@ -116,7 +145,7 @@ def policy_class(name: str) -> type[Policy]:
     """The policy registered by `name`. Raises PolicyError with near names if there is none."""
     names = policy_names()
     if name not in _REGISTRY:
-        raise PolicyError(f"unknown policy {name!r}{_did_you_mean(name, names)}; known: {', '.join(names)}")
+        raise PolicyError(f"unknown policy {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}")
     return _REGISTRY[name]
 
 
@@ -126,7 +155,7 @@ def make_policy(name: str, **settings: object) -> Policy:
     known = [field.name for field in dataclasses.fields(cls) if field.init]
     for setting in settings:
         if setting not in known:
-            hint = _did_you_mean(setting, known)
+            hint = did_you_mean(setting, known)
             raise PolicyError(f"policy {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
     return cls(**settings)  # type: ignore[arg-type]
 
@@ -168,8 +197,3 @@ def _load_plugins() -> None:
         _plugins_loaded = True
         for entry in entry_points(group="kvlab.policies"):
             entry.load()
-
-
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,9 +1,9 @@
 """H2O, the Heavy-Hitter Oracle (Zhang et al. 2023, arXiv 2306.14048, section 4 and Algorithm 1)."""
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
+from kvlab.budget import exact_share
 from kvlab.policies.base import Group, Policy, PolicyError, register
 from kvlab.shapes import PerHead, Scores, Step
 
@@ -32,7 +32,7 @@ class H2O(Policy):
 
     def recent(self, budget: PerHead) -> PerHead:
         """The budget less its heavy hitters, floor(heavy_share * budget)."""
-        share = Fraction(str(self.heavy_share))
+        share = exact_share(self.heavy_share)
         heavy = budget * share.numerator // share.denominator
         return (budget - heavy).clamp(min=self.recent_window)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from kvlab.kernels.reference import merge_group
 from kvlab.policies.base import Policy, register
 from kvlab.shapes import Scores, Step
 
@@ -20,7 +21,6 @@ class TOVA(Policy):
     query_aware: ClassVar[bool] = True
 
     def score(self, step: Step) -> Scores:
-        """Attention of the last query, the same for every head."""
+        """Attention of the last query; coupling over the layer averages KV heads too."""
         assert step.attention is not None
-        last = step.attention[..., -1, :].mean(dim=(1, 2))  # (batch, slots)
-        return last[:, None].expand(step.positions.shape)
+        return merge_group(step.attention[..., -1, :], "mean")

@@ -1,0 +1,117 @@
+"""`attach`: give a model a policy and a budget for the length of a `with` block, and caches to work with.
+
+What is changed on the model, and undone on leaving, also through an exception, is in `seam.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvlab.budget import Budget
+from kvlab.cache import KVCache, Memory
+from kvlab.cache.plan import Plan
+from kvlab.policies.base import Policy, PolicyError
+from kvlab.seam import Seam
+from kvlab.support import ROLLING_FAMILIES, UnsupportedModel, check_model
+from kvlab.vocab import Vocab
+
+__all__ = ["Session", "UnsupportedModel", "attach"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A policy and a budget at work on a model; made by `attach`. Caches of one session are independent of each other."""
+
+    model: PreTrainedModel
+    plan: Plan
+
+    @property
+    def policy(self) -> Policy:
+        """The policy at work."""
+        return self.plan.policy
+
+    @property
+    def budget(self) -> Budget:
+        """What caches may hold."""
+        return self.plan.budget
+
+    def new_cache(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        sample_ids: Sequence[int | str] | None = None,
+        known_len: int | Sequence[int] | None = None,
+    ) -> KVCache:
+        """An empty cache for one batch of prompts.
+
+        max_new_tokens  tokens to come, for a budget of the total
+        sample_ids      a name or number for each prompt; random draws depend on it, so that batching changes nothing
+        known_len       length of the text (one or for each prompt), for a ratio under `cache.stepwise()`
+        """
+        return KVCache(self.plan, max_new_tokens=max_new_tokens, sample_ids=sample_ids, known_len=known_len)
+
+    def memory(self, cache: KVCache) -> Memory:
+        """What a cache weighs now."""
+        return cache.memory()
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel,
+    policy: Policy,
+    budget: Budget | None = None,
+    codec: Sequence[object] = (),
+    share: object | None = None,
+    tokenizer: Any = None,
+) -> Iterator[Session]:
+    """Let `model` work with caches that hold what `policy` keeps within `budget`.
+
+    model      a transformers model whose attention goes through the attention interface
+    policy     from `make_policy`; budget: None means no limit
+    codec, share  reserved for codecs and for sharing between layers; nothing is available yet
+    tokenizer  needed by policies that treat special tokens or punctuation apart
+
+    Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
+    behave as stock. Sessions may be nested and several caches may be alive at once.
+    Raises UnsupportedModel, PolicyError or BudgetError, each with what to change.
+    """
+    if tuple(codec) or share is not None:
+        raise ValueError("codec and share are not available yet; leave them out")
+    layers = check_model(model)
+    _check_policy(model, policy, tokenizer)
+    if policy.rolling:  # keys without rotation are held in float32 at least
+        layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)
+    over: list[bool] = []
+    plan = Plan(
+        policy=policy,
+        budget=budget or Budget(),
+        layers=layers,
+        itemsize=model.dtype.itemsize,
+        vocab=None if tokenizer is None else Vocab(tokenizer),
+        ended=lambda: bool(over),
+    )
+    seam = Seam.of(model)
+    try:
+        yield Session(model, plan)
+    finally:
+        over.append(True)
+        seam.release()
+
+
+def _check_policy(model: PreTrainedModel, policy: Policy, tokenizer: Any) -> None:
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"policy={policy!r}: pass a policy, such as make_policy('h2o')")
+    needs_vocab = policy.keep_special or "token_ids" in policy.needs
+    if needs_vocab and tokenizer is None:
+        raise PolicyError(f"policy {policy.name} must know the special tokens: pass attach(..., tokenizer=tokenizer)")
+    kind = model.config.get_text_config(decoder=True).model_type
+    if policy.rolling and kind not in ROLLING_FAMILIES:
+        raise PolicyError(
+            f"rolling=true needs rotary positions in every layer, which model type {kind!r} isn't known to have; use "
+            f"rolling=false or one of: {', '.join(ROLLING_FAMILIES)}"
+        )

@@ -1,0 +1,182 @@
+"""One planted fault after the other, in a copy of the package: each must make a test fail. The list of what is watched.
+
+A fault is a line of the product and what it is replaced by. If a line is not found any more, the list is out of date.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+FAULTS = {
+    # padding
+    "pads are scored": (
+        "kernels/reference.py",
+        "return probabilities * (query_positions >= 0)[:, None, None, :, None]",
+        "return probabilities",
+        ["tests/test_parity.py", "tests/test_kernels.py"],
+    ),
+    "pads count as positions": (
+        "cache/call.py",
+        "newest = base + padding.to(device).cumsum(1) - 1",
+        "newest = base + torch.arange(padding.shape[1], device=device)",
+        ["tests/contracts/test_padding.py"],
+    ),
+    "the budget of a row counts its pads": (
+        "cache/call.py",
+        "real, seen, seen + real.sum(1), token_ids)",
+        "real, seen, seen + real.shape[1], token_ids)",
+        ["tests/contracts/test_padding.py"],
+    ),
+    # protection and order
+    "the last sink is not protected": (
+        "selection.py",
+        "tiers[positions < num_sink] = SINK",
+        "tiers[positions < num_sink - 1] = SINK",
+        ["tests/test_selection.py", "tests/test_parity.py"],
+    ),
+    "the recent window is one token short": (
+        "selection.py",
+        "tiers[positions > newest - recent[..., None]] = RECENT",
+        "tiers[positions > newest - recent[..., None] + 1] = RECENT",
+        ["tests/test_parity.py"],
+    ),
+    "ties go to the older token": (
+        "selection.py",
+        "order = positions.argsort(dim=-1, stable=True)",
+        "order = positions.argsort(dim=-1, stable=True, descending=True)",
+        ["tests/test_selection.py"],
+    ),
+    # positions
+    "positions are off by one after the prompt": (
+        "cache/call.py",
+        "positions = base + torch.arange(tokens, device=device)",
+        "positions = base + torch.arange(tokens, device=device) + (base > 0)",
+        ["tests/test_parity.py"],
+    ),
+    "the sliding window is one token wide too many": (
+        "kernels/reference.py",
+        "mask &= slot > query - window",
+        "mask &= slot >= query - window",
+        ["tests/test_kernels.py", "tests/contracts/test_identity.py"],
+    ),
+    "rolling ranks start at one": (
+        "cache/rotation.py",
+        "ranks = torch.arange(order.shape[-1], device=order.device)",
+        "ranks = 1 + torch.arange(order.shape[-1], device=order.device)",
+        ["tests/test_parity.py"],
+    ),
+    # heads
+    "a group sums over the wrong heads": (
+        "cache/layer.py",
+        "queries = query.unflatten(1, (key.shape[1], -1))",
+        "queries = query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)",
+        ["tests/test_parity.py", "tests/contracts/test_identity.py"],
+    ),
+    "a group is summed where it should be averaged": (
+        "kernels/reference.py",
+        'if group == "mean":\n        return attention.mean(2)',
+        'if group == "mean":\n        return attention.amax(2)',
+        ["tests/test_parity.py", "tests/test_kernels.py"],
+    ),
+    # timing
+    "room is made before attention": (
+        "cache/layer.py",
+        'store, first_room = self._held, self.policy.phase == "before_attention"',
+        "store, first_room = self._held, True",
+        ["tests/test_parity.py"],
+    ),
+    "the current token's attention is not counted": (
+        "cache/layer.py",
+        'store.write_state("mass", view.state["mass"] + received, view)',
+        "pass",
+        ["tests/test_parity.py"],
+    ),
+    "a new token inherits its victim's mass": (
+        "cache/store.py",
+        "plane[slots] = 0",
+        "pass",
+        ["tests/test_parity.py", "tests/test_store.py"],
+    ),
+    # memory
+    "evicted memory is kept alive": (
+        "cache/store.py",
+        "        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))",
+        "        self.graveyard = [*getattr(self, 'graveyard', []), source, planes, plane]\n"
+        "        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))",
+        ["tests/contracts/test_budget.py"],
+    ),
+    "bytes are computed and not measured": (
+        "cache/store.py",
+        "return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()",
+        "return int(self.lengths.sum()) * 4 * (self.keys.shape[-1] + self.values.shape[-1])",
+        ["tests/contracts/test_budget.py", "tests/test_store.py"],
+    ),
+    "one token more than the budget is held": (
+        "cache/layer.py",
+        "room = self.limit if arriving is None else self.limit - 1",
+        "room = self.limit + 1 if arriving is None else self.limit - 1",
+        ["tests/contracts/test_budget.py", "tests/contracts/test_generate.py"],
+    ),
+    # turns, forks, isolation, determinism
+    "only the first prompt is compressed": (
+        "cache/layer.py",
+        "if (came & (self.store.lengths > self.limit)).any():",
+        "if not self.turn_start.any() and (came & (self.store.lengths > self.limit)).any():",
+        ["tests/contracts/test_turns.py"],
+    ),
+    "forks share their store": (
+        "cache/layer.py",
+        "other.store = None if self.store is None else self.store.copy()",
+        "other.store = self.store",
+        ["tests/contracts/test_isolation.py"],
+    ),
+    "beams are not reordered": (
+        "cache/layer.py",
+        "self.store.select_rows(rows)",
+        "pass",
+        ["tests/contracts/test_generate.py"],
+    ),
+    "the model keeps its hooks": (
+        "seam.py",
+        "            handle.remove()",
+        "            pass",
+        ["tests/contracts/test_isolation.py"],
+    ),
+    "random draws depend on the place in the batch": (
+        "policies/random.py",
+        "if step.sample_ids is not None:",
+        "state = _combine(state, torch.arange(len(step.positions))[:, None, None])\n        if step.sample_ids is not None:",
+        ["tests/contracts/test_determinism.py"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault, tmp_path):
+    file, line, replacement, suites = FAULTS[fault]
+    for name in ("kvlab", "tests", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    target = tmp_path / "kvlab" / file
+    source = target.read_text()
+    assert line in source, f"{file} has no line {line!r} any more: mend the list"
+    target.write_text(source.replace(line, replacement))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *suites]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1, f"no test noticed that {fault}:\n{done.stdout[-2000:]}"
+    assert "failed" in done.stdout.splitlines()[-1], done.stdout[-2000:]
+
+
+def test_the_list_of_faults_is_up_to_date():
+    for fault, (file, line, _, suites) in FAULTS.items():
+        assert line in (ROOT / "kvlab" / file).read_text(), f"{fault}: {file} has no line {line!r} any more"
+        assert all((ROOT / suite).exists() for suite in suites), fault

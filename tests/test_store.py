@@ -1,0 +1,429 @@
+"""The slot store against a plain model of it: a dict of tokens for each row, driven through random operations."""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kvlab.cache.store import GROWTH, SlotStore
+
+MASS, TOKEN = torch.float32, torch.int32
+
+
+@dataclass
+class Expected:
+    """What the store should hold. rows[sequence][kv_head]: position -> [key, value, mass, token id]."""
+
+    rows: list
+    capacity: np.ndarray
+    seen: list
+
+    @property
+    def lengths(self):
+        return np.array([[len(held) for held in sequence] for sequence in self.rows])
+
+
+def new_store(batch, kv_heads, key_dim, value_dim, dtype=torch.float32):
+    keys = torch.zeros(batch, kv_heads, 1, key_dim, dtype=dtype)
+    values = torch.zeros(batch, kv_heads, 1, value_dim, dtype=dtype)
+    return SlotStore.empty(keys, values, {"mass": (MASS, ()), "token_ids": (TOKEN, ())})
+
+
+def new_expected(batch, kv_heads):
+    rows = [[{} for _ in range(kv_heads)] for _ in range(batch)]
+    return Expected(rows, np.zeros((batch, kv_heads), dtype=np.int64), [0] * batch)
+
+
+def tensors(store):
+    return [store.keys, store.values, store.positions, *store.indices, *store.state.values()]
+
+
+def arrays(store):
+    return [store.capacity, store.lengths, store.holed]
+
+
+def contents(view):
+    """Rows of position -> [key, value, mass, token id], and how many slots hold a token."""
+    positions, keys, values = view.positions.tolist(), view.keys.tolist(), view.values.tolist()
+    mass, ids = view.state["mass"].tolist(), view.state["token_ids"].tolist()
+    rows, held = [], 0
+    for b, sequence in enumerate(positions):
+        rows.append([])
+        for h, head in enumerate(sequence):
+            slots = [slot for slot, position in enumerate(head) if position != -1]
+            held += len(slots)
+            rows[b].append({head[s]: [keys[b][h][s], values[b][h][s], mass[b][h][s], ids[b][h][s]] for s in slots})
+    return rows, held
+
+
+def check(store, expected):
+    """Everything that must hold after any operation."""
+    lengths, capacity = expected.lengths, expected.capacity
+    key_dim, value_dim, dtype = store.keys.shape[-1], store.values.shape[-1], store.keys.dtype
+    assert np.array_equal(store.lengths, lengths)
+    assert np.array_equal(store.capacity, capacity)
+    assert (store.capacity >= store.lengths).all()
+    assert (store.lengths == store.capacity - 1)[store.holed].all()
+    uniform = len(set(capacity.flatten().tolist())) == 1
+    assert store.uniform == uniform
+
+    view = store.view()
+    width = view.positions.shape[-1]
+    assert view.positions.shape == (*lengths.shape, width)
+    assert view.keys.shape == (*lengths.shape, width, key_dim)
+    assert view.values.shape == (*lengths.shape, width, value_dim)
+    assert view.keys.dtype == view.values.dtype == dtype
+    assert {name: tensor.dtype for name, tensor in view.state.items()} == {"mass": MASS, "token_ids": TOKEN}
+    assert lengths.max() <= width <= capacity.max()
+    rows, held = contents(view)
+    assert rows == expected.rows
+    assert held == lengths.sum()  # no position twice
+    assert (view.positions >= -1).all()
+    assert view.full == bool((view.positions >= 0).all())
+
+    # A dense view of rows of one size is the storage itself; of ragged rows it is a copy, and `index` says of what.
+    if uniform:
+        assert view.index is None
+        assert view.keys.untyped_storage().data_ptr() == store.keys.untyped_storage().data_ptr()
+        assert view.state["mass"].untyped_storage().data_ptr() == store.state["mass"].untyped_storage().data_ptr()
+    else:
+        mask = view.positions >= 0
+        assert torch.equal(store.positions[view.index[mask]], view.positions[mask])
+        assert torch.equal(store.keys[view.index[mask]], view.keys[mask])
+
+    ends = capacity.flatten().cumsum()
+    starts = ends - capacity.flatten()
+    flat = store.positions.tolist()
+    slots = store.next_slot.tolist()
+    assert len(slots) == lengths.size
+    for row in np.flatnonzero(lengths.flatten() < capacity.flatten()):
+        assert starts[row] <= slots[row] < ends[row]
+        assert flat[slots[row]] == -1
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        assert sum(position != -1 for position in flat[start:end]) == lengths.flatten()[row]
+
+    total = int(capacity.sum())
+    itemsize = {torch.float32: 4, torch.bfloat16: 2}[dtype]
+    assert store.kv_bytes == total * (key_dim + value_dim) * itemsize
+    assert store.state_bytes == total * (4 + 4 + 4) + 8 * sum(index.numel() for index in store.indices)
+    assert store.next_slot.numel() == lengths.size and any(index is store.next_slot for index in store.indices)
+    for tensor in tensors(store):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def assert_apart(store, other):
+    """Nothing of one store lies in the other's memory."""
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors(store) if tensor.numel()}
+    assert pointers.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in tensors(other) if tensor.numel())
+    assert not any(np.shares_memory(one, two) for one in arrays(store) for two in arrays(other))
+
+
+class Driver:
+    """Does one random operation after the other, to the store and to the model alike."""
+
+    def __init__(self, seed, dtype):
+        self.rng = np.random.default_rng(seed)
+        self.dtype = dtype
+        self.batch, self.kv_heads = int(self.rng.integers(1, 5)), int(self.rng.integers(1, 4))
+        self.key_dim, self.value_dim = (int(dim) for dim in self.rng.permutation(np.arange(1, 6))[:2])
+        self.store = new_store(self.batch, self.kv_heads, self.key_dim, self.value_dim, dtype)
+        self.expected = new_expected(self.batch, self.kv_heads)
+        self.asides = []
+        self.met = Counter()
+
+    def run(self, operations):
+        check(self.store, self.expected)
+        names = ["append", "step", "step", "step", "vacate", "vacate", "keep", "select_rows", "aside", "write_state"]
+        for _ in range(operations):
+            name = names[self.rng.integers(len(names))]
+            getattr(self, name)()
+            check(self.store, self.expected)
+            self.note(name)
+        for store, expected in self.asides:
+            check(store, expected)
+        return self.met
+
+    def note(self, name):
+        lengths = self.expected.lengths
+        self.met.update({name, "uniform" if self.store.uniform else "ragged"})
+        self.met["holed"] += bool(self.store.holed.any())
+        self.met["empty row"] += bool((lengths == 0).any() and lengths.any())
+        self.met["empty"] += not lengths.any()
+
+    # ------------------------------------------------------------------------------------------- random inputs
+
+    def numbers(self, *shape):
+        """Whole numbers that every dtype holds exactly, laid out as models do or in order."""
+        drawn = torch.from_numpy(self.rng.integers(-100, 100, shape)).to(self.dtype)
+        return drawn.transpose(1, 2).contiguous().transpose(1, 2) if self.rng.random() < 0.5 else drawn
+
+    def limit(self):
+        """No limit, one for all rows, or one for each."""
+        kind = self.rng.integers(3)
+        if kind == 0:
+            return None
+        shape = (self.batch, self.kv_heads)
+        return np.full(shape, self.rng.integers(0, 40)) if kind == 1 else self.rng.integers(0, 40, shape)
+
+    def place(self, sequence, keys, values, ids, tokens):
+        """Put a sequence's tokens, given by their index in the call, into the model."""
+        for head in range(self.kv_heads):
+            for count, token in enumerate(tokens):
+                self.expected.rows[sequence][head][self.expected.seen[sequence] + count] = [
+                    keys[sequence, head, token].tolist(),
+                    values[sequence, head, token].tolist(),
+                    0.0,
+                    int(ids[sequence, token]),
+                ]
+        self.expected.seen[sequence] += len(tokens)
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def append(self):
+        tokens = int(self.rng.integers(1, 9))
+        keys = self.numbers(self.batch, self.kv_heads, tokens, self.key_dim)
+        values = self.numbers(self.batch, self.kv_heads, tokens, self.value_dim)
+        ids = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, tokens)))
+        real = self.rng.random((self.batch, tokens)) < self.rng.choice([0.4, 1.0])
+        if self.rng.random() < 0.1:
+            real[self.rng.integers(self.batch)] = False
+        seen = np.array(self.expected.seen)[:, None]
+        kind = self.rng.choice(["int32", "int64"])
+        positions = torch.from_numpy(np.where(real, seen + real.cumsum(1) - 1, -1).astype(kind))
+        for sequence in range(self.batch):
+            self.place(sequence, keys, values, ids, np.flatnonzero(real[sequence]))
+        self.store.append(keys, values, positions, {"token_ids": ids[:, None]})
+        self.expected.capacity = self.expected.lengths
+        for given in (keys, values, positions, ids):  # what was stored must not be the caller's memory
+            given.fill_(7)
+
+    def step(self):
+        active = None if self.rng.random() < 0.5 else self.rng.random(self.batch) < 0.6
+        rows = np.ones(self.batch, dtype=bool) if active is None else active
+        mask = None if active is None else torch.from_numpy(active)
+        limit = self.limit()
+        lengths, capacity = self.expected.lengths, self.expected.capacity
+        lacking = (lengths == capacity) & rows[:, None]
+        grown = capacity + GROWTH if limit is None else np.minimum(capacity + GROWTH, np.maximum(limit, lengths + 1))
+        self.expected.capacity = np.where(lacking, grown, capacity)
+        self.store.reserve(limit, mask)
+        check(self.store, self.expected)
+        assert (self.store.lengths < self.store.capacity)[rows].all()
+
+        keys = self.numbers(self.batch, self.kv_heads, 1, self.key_dim)
+        values = self.numbers(self.batch, self.kv_heads, 1, self.value_dim)
+        ids = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, 1)))
+        positions = torch.from_numpy(np.where(rows, self.expected.seen, -1))[:, None]
+        for sequence in np.flatnonzero(rows):
+            self.place(sequence, keys, values, ids, [0])
+        self.store.insert(keys, values, positions, {"token_ids": ids[:, None]}, mask)
+
+    def vacate(self):
+        """Of full rows only, as each row has room for one victim."""
+        full = (self.expected.lengths == self.expected.capacity) & (self.expected.lengths > 0)
+        every = bool(full.all()) and self.rng.random() < 0.7
+        rows = full if every else full & (self.rng.random(full.shape) < 0.7)
+        if not rows.any():
+            return
+        positions = self.store.view().positions
+        slots = np.zeros(full.shape, dtype=np.int64)
+        for sequence, head in zip(*rows.nonzero(), strict=True):
+            held = (positions[sequence, head] >= 0).nonzero()[:, 0].tolist()
+            slots[sequence, head] = self.rng.choice(held)
+            self.expected.rows[sequence][head].pop(int(positions[sequence, head, slots[sequence, head]]))
+        self.store.vacate(torch.from_numpy(slots), None if every else rows)
+
+    def keep(self):
+        view = self.store.view()
+        share = self.rng.choice([0.0, 0.3, 0.8, 1.0], self.expected.capacity.shape)[..., None]
+        kept = torch.from_numpy(self.rng.random(view.positions.shape) < share) & (view.positions >= 0)
+        for sequence in range(self.batch):
+            for head in range(self.kv_heads):
+                left = set(view.positions[sequence, head][kept[sequence, head]].tolist())
+                held = self.expected.rows[sequence][head]
+                self.expected.rows[sequence][head] = {p: token for p, token in held.items() if p in left}
+        limit, lengths = self.limit(), self.expected.lengths
+        spare = lengths + GROWTH
+        self.expected.capacity = spare if limit is None else np.minimum(spare, np.maximum(limit, lengths))
+        self.store.keep(kept, view, limit)
+
+    def select_rows(self):
+        chosen = self.rng.integers(0, self.batch, int(self.rng.integers(1, 5)))
+        self.batch = len(chosen)
+        self.expected.rows = [copy.deepcopy(self.expected.rows[sequence]) for sequence in chosen]
+        self.expected.seen = [self.expected.seen[sequence] for sequence in chosen]
+        self.expected.capacity = self.expected.capacity[chosen]
+        self.store.select_rows(torch.from_numpy(chosen))
+
+    def aside(self):
+        """Copy; go on with the original or with the copy, and look at the other at the end."""
+        other = self.store.copy()
+        assert_apart(self.store, other)
+        pair = [self.store, other]
+        if self.rng.random() < 0.5:
+            pair.reverse()
+        self.store = pair[0]
+        self.asides.append((pair[1], copy.deepcopy(self.expected)))
+
+    def write_state(self):
+        view = self.store.view()
+        mass = torch.from_numpy(self.rng.integers(0, 1000, view.positions.shape)).float()
+        positions = view.positions.tolist()
+        for sequence, heads in enumerate(self.expected.rows):
+            for head, held in enumerate(heads):
+                for slot, position in enumerate(positions[sequence][head]):
+                    if position >= 0:
+                        held[position][2] = float(mass[sequence, head, slot])
+        self.store.write_state("mass", mass, view)
+        mass.fill_(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block", range(10))
+def test_random_operations(block, dtype):
+    met = Counter()
+    for seed in range(12 * block, 12 * block + 12):
+        met.update(Driver(seed, dtype).run(operations=22))
+    # The sequences are worth something only if they get everywhere.
+    everywhere = {"append", "step", "vacate", "keep", "select_rows", "aside", "write_state"}
+    everywhere |= {"uniform", "ragged", "holed", "empty row", "empty"}
+    assert all(met[name] >= 5 for name in everywhere), met
+
+
+# ------------------------------------------------------------------------------------------------- single cases
+
+
+def filled(batch=2, kv_heads=2, tokens=5, dim=3, seed=0):
+    """A store that holds one turn without pads."""
+    generator = torch.Generator().manual_seed(seed)
+    store = new_store(batch, kv_heads, dim, dim)
+    keys = torch.randn(batch, kv_heads, tokens, dim, generator=generator)
+    store.append(keys, keys + 1, torch.arange(tokens).expand(batch, -1), {})
+    return store, keys
+
+
+def insert(store, number, rows=None):
+    batch, kv_heads = store.lengths.shape
+    token = torch.full((batch, kv_heads, 1, store.keys.shape[-1]), float(number))
+    store.insert(token, token, torch.full((batch, 1), number), {}, rows)
+
+
+@pytest.fixture
+def every_warning():
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_one_kv_head_works_without_warnings(every_warning, recwarn):
+    """Some warnings come once in a process only, which hides them from whichever test runs second."""
+    store, _ = filled(batch=2, kv_heads=1)
+    for number in (5, 6):
+        store.reserve(None, None)
+        insert(store, number)
+    insert(store, 7, rows=torch.tensor([True, False]))
+    store.keep(torch.ones(2, 1, 8, dtype=torch.bool) & (store.view().positions >= 0), store.view(), np.array([[4], [7]]))
+    store.vacate(torch.zeros(2, 1, dtype=torch.long), np.array([[True], [False]]))
+    store.select_rows(torch.tensor([1, 0]))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_new_store_has_no_slot():
+    store = new_store(3, 2, 4, 5)
+    assert store.kv_bytes == 0
+    assert store.view().positions.shape == (3, 2, 0)
+    assert store.uniform
+
+
+def test_a_victims_slot_is_the_next_written_and_nothing_else_moves():
+    store, keys = filled(batch=1, kv_heads=2, tokens=6)
+    store.vacate(torch.tensor([[4, 1]]))
+    insert(store, 9)
+    view = store.view()
+    assert view.positions.tolist() == [[[0, 1, 2, 3, 9, 5], [0, 9, 2, 3, 4, 5]]]
+    assert torch.equal(view.keys[0, 0, :4], keys[0, 0, :4])
+    assert view.full and view.index is None
+
+
+def test_a_second_hole_is_refused():
+    store, _ = filled()
+    store.vacate(torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(AssertionError, match="one hole"):
+        store.vacate(torch.ones(2, 2, dtype=torch.long))
+
+
+def test_a_hole_in_one_row_leaves_the_other_rows_next_slot_alone():
+    store, _ = filled(batch=2, kv_heads=1, tokens=4)
+    store.keep(torch.ones(2, 1, 4, dtype=torch.bool), store.view(), limit=np.array([[4], [6]]))
+    store.vacate(torch.tensor([[2], [0]]), np.array([[True], [False]]))
+    assert store.next_slot.tolist() == [2, 8]
+    insert(store, 10)
+    insert(store, 11, rows=torch.tensor([False, True]))
+    assert [sorted(row) for row in store.view().positions[:, 0].tolist()] == [[-1, -1, 0, 1, 3, 10], [0, 1, 2, 3, 10, 11]]
+
+
+def test_growth_happens_once_in_many_steps():
+    store, _ = filled(tokens=3)
+    sizes = []
+    for number in range(3, 3 + 2 * GROWTH):
+        store.reserve(None, None)
+        insert(store, number)
+        sizes.append(int(store.capacity[0, 0]))
+    assert sizes == [3 + GROWTH] * GROWTH + [3 + 2 * GROWTH] * GROWTH
+
+
+def test_free_slots_behind_all_rows_are_not_shown():
+    """So that attention reads what is held, and needs no mask where rows are of one length."""
+    store, _ = filled(tokens=3)
+    store.reserve(None, None)
+    insert(store, 3)
+    view = store.view()
+    assert store.capacity.tolist() == [[3 + GROWTH] * 2] * 2
+    assert view.positions.tolist() == [[[0, 1, 2, 3]] * 2] * 2 and view.full
+
+
+def test_growth_stops_at_the_limit():
+    store, _ = filled(tokens=3)
+    limit = np.array([[5, 4], [4, 3]])
+    store.reserve(limit, None)
+    assert store.capacity.tolist() == [[5, 4], [4, 4]]  # the last row is over its limit; there must be a slot still
+
+
+def test_storage_shrinks_with_what_is_kept():
+    store, _ = filled(batch=1, kv_heads=1, tokens=100, dim=8)
+    before = store.kv_bytes
+    kept = torch.zeros(1, 1, 100, dtype=torch.bool)
+    kept[..., :10] = True
+    store.keep(kept, store.view(), limit=np.array([[11]]))
+    assert (before, store.kv_bytes) == (100 * 16 * 4, 11 * 16 * 4)
+
+
+def test_state_that_a_token_does_not_bring_is_zero_in_a_used_slot():
+    store, _ = filled(batch=1, kv_heads=1, tokens=3)
+    view = store.view()
+    store.write_state("mass", torch.tensor([[[1.0, 2.0, 3.0]]]), view)
+    store.vacate(torch.tensor([[1]]))
+    insert(store, 5)
+    assert store.view().state["mass"].tolist() == [[[1.0, 0.0, 3.0]]]
+
+
+def test_duplicated_sequences_go_separate_ways():
+    store, _ = filled(batch=2, kv_heads=1, tokens=3)
+    store.select_rows(torch.tensor([1, 1, 0]))
+    store.vacate(torch.tensor([[0], [1], [2]]))
+    insert(store, 8)
+    assert store.view().positions[:, 0].tolist() == [[8, 1, 2], [0, 8, 2], [0, 1, 8]]
+
+
+def test_a_row_of_pads_only_takes_no_slot():
+    store = new_store(2, 1, 2, 2)
+    keys = torch.ones(2, 1, 3, 2)
+    store.append(keys, keys, torch.tensor([[-1, 0, 1], [-1, -1, -1]]), {})
+    assert store.capacity.tolist() == [[2], [0]]
+    assert store.view().positions.tolist() == [[[0, 1]], [[-1, -1]]]
+    store.reserve(np.array([[2], [2]]), torch.tensor([False, True]))
+    insert(store, 0, rows=torch.tensor([False, True]))
+    assert store.view().positions.tolist() == [[[0, 1]], [[0, -1]]]
