@@ -4,6 +4,7 @@ import math
 import random
 import re
 import warnings
+from dataclasses import dataclass
 from fractions import Fraction
 
 import jaxtyping
@@ -12,7 +13,7 @@ import pytest
 
 from kvlab.budget import Budget, BudgetError, LayerGeometry, apportion
 from kvlab.cache.plan import Plan
-from kvlab.policies import make_policy
+from kvlab.policies import Policy, PolicyError, make_policy
 
 ADVICE = re.compile(r"use |give |raise |lower |goes with|needs |takes \d+ bytes")
 
@@ -107,6 +108,13 @@ def test_small_and_whole_ratios():
     assert Budget(ratio=1e-05).resolve([99_999, 100_000, 200_000, 5], []) == [1, 1, 2, 1]
     assert Budget(ratio=1).resolve([0, 1, 17], []) == [1, 1, 17]
     assert Budget(ratio=1.0).resolve([17], []) == [17]
+
+
+def test_fractions_without_a_decimal():
+    for parts in (3, 6, 7, 9, 11, 13):
+        for share in range(1, parts):
+            expected = [max(1, share * length // parts) for length in range(0, 500)]
+            assert Budget(ratio=share / parts).resolve(range(0, 500), []) == expected, (share, parts)
 
 
 def test_ratio_of_the_total():
@@ -237,6 +245,28 @@ def test_tokens_of_layers_and_sequences():
         assert plan("h2o", Budget(ratio=0.25)).tokens(np.array([40, 80]), None).tolist() == [[10, 20]] * 3
         assert plan("h2o", Budget(ratio=0.25, of="total")).tokens(np.array([40]), 40).tolist() == [[20]] * 3
         assert plan("h2o", Budget(bytes=5 * ONE)).tokens(np.array([40, 1]), None).tolist() == [[5, 5]] * 3
+
+
+@dataclass(frozen=True)
+class Crooked(Policy):
+    """Gives the layers what it likes."""
+
+    extra: tuple = ()
+
+    def layer_budget(self, budget, num_layers, length):
+        return [budget + more for more in self.extra]
+
+
+def test_layers_must_get_the_budget_in_all():
+    def tokens(*extra):
+        return Plan(policy=Crooked(extra=extra), budget=Budget(tokens=9), layers=LAYERS, itemsize=4).tokens(
+            np.array([50]), None
+        )
+
+    assert tokens(3, -3, 0).tolist() == [[12], [6], [9]]
+    for extra in ((1, 0, 0), (0, 0), (0, 0, 0, 0), (-1, 0, 0)):
+        with pytest.raises(PolicyError, match=r"layer_budget gave .* 3 layers and sum to 27"):
+            tokens(*extra)
 
 
 def test_a_pyramid_for_every_sequence():

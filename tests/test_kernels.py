@@ -235,7 +235,7 @@ def test_what_an_empty_slot_holds_means_nothing(empty):
 
 
 def causal_case(count, **rule):
-    case = make_case(count=count, slots=count, group=3, value_dim=24, **rule)
+    case = make_case(count=count, slots=count, group=3, value_dim=24, scaling=0.4, **rule)
     case.positions[:] = torch.arange(count)
     return case
 
@@ -301,6 +301,18 @@ def test_nothing_of_size_queries_times_slots_exists():
         with Largest() as largest:
             call()
         assert 1500 * 64 <= largest.numel < 1500 * 1500 / 2
+
+
+def test_masks_stay_small_where_rows_are_long(monkeypatch):
+    case = make_case(batch=1, kv_heads=1, group=8, count=100, slots=1200, dim=16)
+    expected = attend(*case.inputs)
+    monkeypatch.setattr(reference, "MASK_BYTES", 2**18)
+    with Largest() as largest:
+        output = attend(*case.inputs)
+    assert largest.numel <= 2**18
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr(reference, "MASK_BYTES", 0)
+    torch.testing.assert_close(attend(*case.inputs), expected, rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- queries without a view

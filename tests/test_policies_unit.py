@@ -73,7 +73,7 @@ def test_unknown_settings():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_declarations_are_no_settings(name):
-    for declared in ("evicts", "when", "phase", "coupling", "needs", "query_aware", "ragged"):
+    for declared in ("evicts", "when", "phase", "coupling", "needs", "state", "query_aware", "ragged"):
         refused(lambda declared=declared: make_policy(name, **{declared: True}), f"no setting {declared!r}")
 
 
@@ -120,6 +120,20 @@ def test_what_is_no_frozen_dataclass(registry, own_checks):
     refused(lambda: register("plain")(Plain), "'plain'", "@dataclass(frozen=True)")
     refused(lambda: register("thawed")(dataclass(Thawed)), "'thawed'", "@dataclass(frozen=True)")
     assert not {"plain", "thawed"} & set(policy_names())
+
+
+def test_needs_and_state_that_cannot_be(registry):
+    @dataclass(frozen=True)
+    class Greedy(Policy):
+        needs: ClassVar[frozenset[str]] = frozenset({"mass", "gradients"})
+
+    @dataclass(frozen=True)
+    class Thief(Policy):
+        state: ClassVar[dict] = {"mass": base.TokenState(torch.float32)}
+
+    refused(lambda: register("greedy")(Greedy), "'greedy'", "gradients", "attention, mass, token_ids")
+    refused(lambda: register("thief")(Thief), "'thief'", "mass", "choose another")
+    assert not {"greedy", "thief"} & set(policy_names())
 
 
 def test_a_policy_without_score(registry):

@@ -292,6 +292,40 @@ def test_rolling_equals_stock_as_long_as_nothing_is_evicted(name):
                 assert float((ours - stock).abs().max()) < 2e-4 * float(stock.abs().max())
 
 
+CHANGING = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"max_position_embeddings": 32}),
+    "longrope": (
+        "phi3",
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 32,
+        },
+        {"max_position_embeddings": 128, "original_max_position_embeddings": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_tables_that_change_with_the_length_are_those_of_the_length(kind):
+    """Within 32 tokens such a model rotates as if it could do no more; making places ahead must not say otherwise."""
+    model_type, rope, settings = CHANGING[kind]
+    VARIANTS[kind] = model_type, {"rope_parameters": rope, **settings}
+    model = model_of(kind)
+    ids = torch.randint(10, 250, (1, 22), generator=torch.Generator().manual_seed(3))
+    stock_cache = transformers.DynamicCache(config=model.config)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with attach(model, make_policy("streaming_llm", rolling=True)) as session:
+        cache = session.new_cache()
+        for start, end in ((0, 20), (20, 21), (21, 22)):
+            stock = model(ids[:, start:end], cache=stock_cache).logits[:, -1]
+            ours = model(ids[:, start:end], cache=cache).logits[:, -1]
+            assert float((ours - stock).abs().max()) < 2e-4 * float(stock.abs().max())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def test_a_later_turn_needs_more_places_than_positions_that_were_kept():
     """Between two turns tokens go by at positions far beyond the places in use; the second turn needs more places."""
     model = model_of("llama")

@@ -8,7 +8,7 @@ import torch
 
 from kvlab.selection import DEAD, EMPTY, NORMAL, RECENT, SINK, SPECIAL, assign_tiers, select, victim
 
-FEW = [-math.inf, -2.0, -0.0, 0.0, 0.5, 0.5, math.inf]
+FEW = [-math.inf, math.nan, -2.0, -0.0, 0.0, 0.5, 0.5, math.inf]
 
 
 def naive_tier(position, now, num_sink, recent, special, window):
@@ -26,6 +26,7 @@ def naive_tier(position, now, num_sink, recent, special, window):
 
 
 def naive_rank(tier, score, position):
+    score = -math.inf if math.isnan(score) else score  # no number: the lowest
     key = {NORMAL: score, SINK: -position}.get(tier, position)
     return tier, key, position
 
@@ -191,3 +192,5 @@ def test_age_is_exact_at_far_positions_whatever_the_scores_dtype():
         assert victim(scores.to(dtype), positions, tiers).tolist() == [[1]]
         kept = select(scores.to(dtype), positions, tiers, torch.tensor([[2]]))
         assert kept.tolist() == [[[True, False, False, True]]]
+        scores, positions, tiers = one_row(list(range(3000)), num_sink=3000)
+        assert victim(scores.to(dtype), positions, tiers).tolist() == [[2999]]

@@ -10,12 +10,12 @@ import torch
 
 from kvlab.cache.store import GROWTH, SlotStore
 
-MASS, TOKEN = torch.float32, torch.int32
+MASS, TOKEN, MARKS = torch.float32, torch.int32, torch.int16
 
 
 @dataclass
 class Expected:
-    """What the store should hold. rows[sequence][kv_head]: position -> [key, value, mass, token id]."""
+    """What the store should hold. rows[sequence][kv_head]: position -> [key, value, mass, token id, marks]."""
 
     rows: list
     capacity: np.ndarray
@@ -29,7 +29,7 @@ class Expected:
 def new_store(batch, kv_heads, key_dim, value_dim, dtype=torch.float32):
     keys = torch.zeros(batch, kv_heads, 1, key_dim, dtype=dtype)
     values = torch.zeros(batch, kv_heads, 1, value_dim, dtype=dtype)
-    return SlotStore.empty(keys, values, {"mass": (MASS, ()), "token_ids": (TOKEN, ())})
+    return SlotStore.empty(keys, values, {"mass": (MASS, ()), "token_ids": (TOKEN, ()), "marks": (MARKS, (3,))})
 
 
 def new_expected(batch, kv_heads):
@@ -46,16 +46,16 @@ def arrays(store):
 
 
 def contents(view):
-    """Rows of position -> [key, value, mass, token id], and how many slots hold a token."""
+    """Rows of position -> [key, value, mass, token id, marks], and how many slots hold a token."""
     positions, keys, values = view.positions.tolist(), view.keys.tolist(), view.values.tolist()
-    mass, ids = view.state["mass"].tolist(), view.state["token_ids"].tolist()
+    planes = [keys, values, *(view.state[name].tolist() for name in ("mass", "token_ids", "marks"))]
     rows, held = [], 0
     for b, sequence in enumerate(positions):
         rows.append([])
         for h, head in enumerate(sequence):
             slots = [slot for slot, position in enumerate(head) if position != -1]
             held += len(slots)
-            rows[b].append({head[s]: [keys[b][h][s], values[b][h][s], mass[b][h][s], ids[b][h][s]] for s in slots})
+            rows[b].append({head[s]: [plane[b][h][s] for plane in planes] for s in slots})
     return rows, held
 
 
@@ -76,7 +76,7 @@ def check(store, expected):
     assert view.keys.shape == (*lengths.shape, width, key_dim)
     assert view.values.shape == (*lengths.shape, width, value_dim)
     assert view.keys.dtype == view.values.dtype == dtype
-    assert {name: tensor.dtype for name, tensor in view.state.items()} == {"mass": MASS, "token_ids": TOKEN}
+    assert {name: tensor.dtype for name, tensor in view.state.items()} == {"mass": MASS, "token_ids": TOKEN, "marks": MARKS}
     assert lengths.max() <= width <= capacity.max()
     rows, held = contents(view)
     assert rows == expected.rows
@@ -108,7 +108,7 @@ def check(store, expected):
     total = int(capacity.sum())
     itemsize = {torch.float32: 4, torch.bfloat16: 2}[dtype]
     assert store.kv_bytes == total * (key_dim + value_dim) * itemsize
-    assert store.state_bytes == total * (4 + 4 + 4) + 8 * sum(index.numel() for index in store.indices)
+    assert store.state_bytes == total * (4 + 4 + 4 + 3 * 2) + 8 * sum(index.numel() for index in store.indices)
     assert store.next_slot.numel() == lengths.size and any(index is store.next_slot for index in store.indices)
     for tensor in tensors(store):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -136,7 +136,7 @@ class Driver:
 
     def run(self, operations):
         check(self.store, self.expected)
-        names = ["append", "step", "step", "step", "vacate", "vacate", "keep", "select_rows", "aside", "write_state"]
+        names = ["append", "step", "step", "step", "vacate", "vacate", "keep", "select_rows", "aside", "write_state", "trim"]
         for _ in range(operations):
             name = names[self.rng.integers(len(names))]
             getattr(self, name)()
@@ -168,7 +168,7 @@ class Driver:
         shape = (self.batch, self.kv_heads)
         return np.full(shape, self.rng.integers(0, 40)) if kind == 1 else self.rng.integers(0, 40, shape)
 
-    def place(self, sequence, keys, values, ids, tokens):
+    def place(self, sequence, keys, values, ids, marks, tokens):
         """Put a sequence's tokens, given by their index in the call, into the model."""
         for head in range(self.kv_heads):
             for count, token in enumerate(tokens):
@@ -177,6 +177,7 @@ class Driver:
                     values[sequence, head, token].tolist(),
                     0.0,
                     int(ids[sequence, token]),
+                    marks[sequence, head, token].tolist(),
                 ]
         self.expected.seen[sequence] += len(tokens)
 
@@ -187,6 +188,7 @@ class Driver:
         keys = self.numbers(self.batch, self.kv_heads, tokens, self.key_dim)
         values = self.numbers(self.batch, self.kv_heads, tokens, self.value_dim)
         ids = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, tokens)))
+        marks = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, self.kv_heads, tokens, 3)))
         real = self.rng.random((self.batch, tokens)) < self.rng.choice([0.4, 1.0])
         if self.rng.random() < 0.1:
             real[self.rng.integers(self.batch)] = False
@@ -194,10 +196,15 @@ class Driver:
         kind = self.rng.choice(["int32", "int64"])
         positions = torch.from_numpy(np.where(real, seen + real.cumsum(1) - 1, -1).astype(kind))
         for sequence in range(self.batch):
-            self.place(sequence, keys, values, ids, np.flatnonzero(real[sequence]))
-        self.store.append(keys, values, positions, {"token_ids": ids[:, None]})
-        self.expected.capacity = self.expected.lengths
-        for given in (keys, values, positions, ids):  # what was stored must not be the caller's memory
+            self.place(sequence, keys, values, ids, marks, np.flatnonzero(real[sequence]))
+        more = bool(self.rng.random() < 0.3)
+        roomy = np.maximum(self.expected.lengths, self.expected.capacity * 3 // 2)
+        self.store.append(keys, values, positions, {"token_ids": ids[:, None], "marks": marks}, more_to_come=more)
+        self.met["roomy"] += more
+        if more:  # how much room is its own business, within reason
+            assert (self.expected.lengths <= self.store.capacity).all() and (self.store.capacity <= roomy).all()
+        self.expected.capacity = self.store.capacity.copy() if more else self.expected.lengths
+        for given in (keys, values, positions, ids, marks):  # what was stored must not be the caller's memory
             given.fill_(7)
 
     def step(self):
@@ -216,10 +223,11 @@ class Driver:
         keys = self.numbers(self.batch, self.kv_heads, 1, self.key_dim)
         values = self.numbers(self.batch, self.kv_heads, 1, self.value_dim)
         ids = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, 1)))
+        marks = torch.from_numpy(self.rng.integers(0, 1000, (self.batch, self.kv_heads, 1, 3)))
         positions = torch.from_numpy(np.where(rows, self.expected.seen, -1))[:, None]
         for sequence in np.flatnonzero(rows):
-            self.place(sequence, keys, values, ids, [0])
-        self.store.insert(keys, values, positions, {"token_ids": ids[:, None]}, mask)
+            self.place(sequence, keys, values, ids, marks, [0])
+        self.store.insert(keys, values, positions, {"token_ids": ids[:, None], "marks": marks}, mask)
 
     def vacate(self):
         """Of full rows only, as each row has room for one victim."""
@@ -268,6 +276,10 @@ class Driver:
         self.store = pair[0]
         self.asides.append((pair[1], copy.deepcopy(self.expected)))
 
+    def trim(self):
+        self.expected.capacity = np.minimum(self.expected.capacity, self.expected.lengths + GROWTH)
+        self.store.trim()
+
     def write_state(self):
         view = self.store.view()
         mass = torch.from_numpy(self.rng.integers(0, 1000, view.positions.shape)).float()
@@ -288,8 +300,8 @@ def test_random_operations(block, dtype):
     for seed in range(12 * block, 12 * block + 12):
         met.update(Driver(seed, dtype).run(operations=22))
     # The sequences are worth something only if they get everywhere.
-    everywhere = {"append", "step", "vacate", "keep", "select_rows", "aside", "write_state"}
-    everywhere |= {"uniform", "ragged", "holed", "empty row", "empty"}
+    everywhere = {"append", "step", "vacate", "keep", "select_rows", "aside", "write_state", "trim"}
+    everywhere |= {"uniform", "ragged", "holed", "roomy", "empty row", "empty"}
     assert all(met[name] >= 5 for name in everywhere), met
 
 
@@ -383,6 +395,20 @@ def test_free_slots_behind_all_rows_are_not_shown():
     view = store.view()
     assert store.capacity.tolist() == [[3 + GROWTH] * 2] * 2
     assert view.positions.tolist() == [[[0, 1, 2, 3]] * 2] * 2 and view.full
+
+
+def test_chunks_of_a_turn_move_few_tokens():
+    """Room grows by half, so that many chunks do not each copy all that came before."""
+    store, _ = filled(batch=1, kv_heads=1, tokens=64)
+    sizes = set()
+    for start in range(64, 512, 8):
+        new = torch.zeros(1, 1, 8, 3)
+        store.append(new, new, torch.arange(start, start + 8)[None], {}, more_to_come=True)
+        sizes.add(int(store.capacity[0, 0]))
+    assert len(sizes) <= 7 and max(sizes) < 512 * 3 // 2 + 8
+    store.trim()
+    assert store.capacity.tolist() == [[min(max(sizes), 512 + GROWTH)]]
+    assert store.view().positions[0, 0].tolist() == list(range(512))
 
 
 def test_growth_stops_at_the_limit():

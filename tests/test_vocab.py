@@ -5,6 +5,7 @@ import unicodedata
 
 import pytest
 import tokenizers
+import torch
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -102,6 +103,13 @@ def test_every_id_of_a_bpe_tokenizer(bpe):
     assert vocab.punctuation == expected
     assert 40 < len(expected) < 60
     assert vocab.special.isdisjoint(vocab.punctuation)
+
+
+def test_special_ids_on_a_device():
+    vocab = Vocab(tiny_tokenizer())
+    ids = vocab.special_ids(torch.device("cpu"))
+    assert ids.dtype == torch.int32 and ids.tolist() == [0, 1, 2]
+    assert vocab.special_ids(torch.device("cpu")) is ids
 
 
 def test_sets_are_found_once(bpe):
