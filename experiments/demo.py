@@ -116,7 +116,7 @@ def main() -> int:
         rows.append(answer(model, tokenizer, name, budget, options.new_tokens))
     print("\r" + " " * 32 + "\r", end="", file=sys.stderr)
     length = prompt_ids(tokenizer)[0].shape[1]
-    print(f"{options.model}, budget {options.ratio:.0%}: reads {length} tokens of text, and only then the question: {QUESTION}\n")
+    print(f"{options.model}, budget {options.ratio:.0%}: reads {length} tokens, and only then the question: {QUESTION}\n")
     print(table(rows))
     return 0
 

@@ -130,8 +130,8 @@ def _tokens_in(limit: int, layers: Sequence[LayerGeometry]) -> int:
         raise BudgetError(f"budget.bytes={limit} holds no token: one token in every layer takes {size(1)} bytes")
     if all(layer.window is not None for layer in layers):
         widest = max(layer.window or 0 for layer in layers)
-        if size(widest) <= limit:
-            return widest
+        if size(widest) <= limit:  # every window fits, so the budget limits nothing
+            return max(widest, limit // size(1))
     low, high = 1, 2
     while size(high) <= limit:
         low, high = high, 2 * high

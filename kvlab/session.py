@@ -17,7 +17,7 @@ from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
-from kvlab.support import ROLLING_FAMILIES, UnsupportedModel, check_model
+from kvlab.support import UnsupportedModel, check_model, no_rolling
 from kvlab.vocab import Vocab
 
 __all__ = ["Session", "UnsupportedModel", "attach"]
@@ -109,9 +109,5 @@ def _check_policy(model: PreTrainedModel, policy: Policy, tokenizer: Any) -> Non
     needs_vocab = policy.keep_special or "token_ids" in policy.needs
     if needs_vocab and tokenizer is None:
         raise PolicyError(f"policy {policy.name} must know the special tokens: pass attach(..., tokenizer=tokenizer)")
-    kind = model.config.get_text_config(decoder=True).model_type
-    if policy.rolling and kind not in ROLLING_FAMILIES:
-        raise PolicyError(
-            f"rolling=true needs rotary positions in every layer, which model type {kind!r} isn't known to have; use "
-            f"rolling=false or one of: {', '.join(ROLLING_FAMILIES)}"
-        )
+    if policy.rolling and (reason := no_rolling(model)):
+        raise PolicyError(f"rolling=true {reason}")

@@ -50,6 +50,21 @@ def check_model(model: PreTrainedModel) -> tuple[LayerGeometry, ...]:
     return geometry(config, model.dtype.itemsize)
 
 
+def no_rolling(model: PreTrainedModel) -> str | None:
+    """Why a model's keys can't be rotated by their place in the cache, if so, and what to do."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type not in ROLLING_FAMILIES:
+        return (
+            f"needs rotary positions in every layer, which model type {config.model_type!r} isn't known to have; use "
+            f"rolling=false or one of: {', '.join(ROLLING_FAMILIES)}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if changing := kinds & {"dynamic", "longrope"}:
+        return f"can't be: rotary tables of type {', '.join(sorted(changing))} change with the length; use rolling=false"
+    return None
+
+
 def _other_cache(config: Any) -> str | None:
     """Why a model's cache is not one of keys and values for each layer and token, if so."""
     if not getattr(config, "num_attention_heads", None):

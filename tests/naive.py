@@ -272,7 +272,7 @@ def policy_scores(case: Case, state: State, kv_head: int, t: int, kind: str, seg
     if case.policy == "tova":
         return {j: tova_score(segment_weights[-1], j) for j in held}
     if case.policy == "knorm":
-        return {j: -math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j])) for j in held}
+        return {j: -to_14_bits(math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j]))) for j in held}
     if kind == "step":  # the snapkv family only looks at attention at a prompt's end
         return {j: float(j) for j in held}
     return snap_scores(case, held, kv_head, t, segment_weights)
@@ -332,6 +332,12 @@ def pyramid_budgets(budget: int, obs_window: int, length: int, num_layers: int, 
         low = 2 * base - high
     shares = [obs_window + high - layer * (high - low) / (num_layers - 1) for layer in range(num_layers)]
     return largest_remainder(shares, num_layers * budget)
+
+
+def to_14_bits(x: float) -> float:
+    """Rounded to 14 significant bits (half to even), so that norms that differ by rounding errors tie."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(mantissa * 2**14) / 2**14, exponent)
 
 
 def adakv_budgets(case: Case, ranks: list[list[Rank]], budget: int) -> list[int]:

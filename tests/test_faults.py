@@ -80,8 +80,8 @@ FAULTS = {
     ),
     "a group is summed where it should be averaged": (
         "kernels/reference.py",
-        'if group == "mean":\n        return attention.mean(2)',
-        'if group == "mean":\n        return attention.amax(2)',
+        'return total / attention.shape[2] if group == "mean" else total',
+        "return total",
         ["tests/test_parity.py", "tests/test_kernels.py"],
     ),
     # timing

@@ -436,6 +436,19 @@ def test_state_that_a_token_does_not_bring_is_zero_in_a_used_slot():
     assert store.view().state["mass"].tolist() == [[[1.0, 0.0, 3.0]]]
 
 
+def test_state_that_a_turn_does_not_bring_is_zero_in_free_slots_too():
+    """Writing a whole dense view also writes the slots behind short rows; tokens that come into them start at zero."""
+    store, _ = filled(batch=2, kv_heads=1, tokens=4)
+    kept = torch.tensor([[[True] * 4], [[True, True, False, False]]])
+    store.keep(kept, store.view(), limit=np.array([[6], [6]]))
+    view = store.view()
+    store.write_state("mass", torch.full(view.positions.shape, 5.0), view)
+    new = torch.zeros(2, 1, 2, 3)
+    store.append(new, new, torch.tensor([[4, 5], [2, 3]]), {}, more_to_come=True)
+    view = store.view()
+    assert view.state["mass"][view.positions >= 0].tolist() == [5, 5, 5, 5, 0, 0, 5, 5, 0, 0]
+
+
 def test_duplicated_sequences_go_separate_ways():
     store, _ = filled(batch=2, kv_heads=1, tokens=3)
     store.select_rows(torch.tensor([1, 1, 0]))

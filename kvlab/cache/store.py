@@ -166,13 +166,13 @@ class SlotStore:
         incoming = self._spread(keys, values, positions, state)
         start, tokens = int(self.lengths.flat[0]), positions.shape[1]
         if self.uniform and (self.lengths == start).all() and (arrived == tokens).all():
-            for name, new in incoming.items():
-                self._dense(self.planes[name])[:, :, start : start + tokens] = new
+            for name, plane in self.planes.items():
+                self._dense(plane)[:, :, start : start + tokens] = incoming.get(name, 0)
         else:
             valid = (positions >= 0)[:, None].expand(-1, lengths.shape[1], -1)
             target = self._slots(self._offsets + self.lengths, np.broadcast_to(arrived, lengths.shape))
-            for name, new in incoming.items():
-                self.planes[name][target] = new[valid]
+            for name, plane in self.planes.items():
+                plane[target] = incoming[name][valid] if name in incoming else 0
         self.lengths = lengths
         self._point_behind(~self.holed)
 

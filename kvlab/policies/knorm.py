@@ -13,10 +13,12 @@ from kvlab.shapes import Scores, Step
 class KNorm(Policy):
     """Keep the tokens whose cached keys have the smallest L2 norm.
 
-    The released code leaves the first two layers alone; here every layer keeps to the budget.
+    The released code leaves the first two layers alone; here every layer keeps to the budget. Norms are compared to 14
+    bits: in a model's first layer the same token has the same norm everywhere but for rounding, and a tie is a tie.
     """
 
     def score(self, step: Step) -> Scores:
         """Minus the norm of the cached key."""
         exact = torch.promote_types(step.keys.dtype, torch.float32)
-        return -step.keys.to(exact).norm(dim=-1)
+        mantissa, exponent = step.keys.to(exact).norm(dim=-1).frexp()
+        return -torch.ldexp((mantissa * 2**14).round() / 2**14, exponent)
