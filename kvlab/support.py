@@ -59,7 +59,7 @@ def no_rolling(model: PreTrainedModel) -> str | None:
             f"rolling=false or one of: {', '.join(ROLLING_FAMILIES)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if changing := kinds & {"dynamic", "longrope"}:
         return f"can't be: rotary tables of type {', '.join(sorted(changing))} change with the length; use rolling=false"
     return None

@@ -312,7 +312,7 @@ CHANGING = {
 def test_tables_that_change_with_the_length_are_refused(kind):
     """Such a model rotates the same place in another way once the text is longer, so places in a cache mean nothing."""
     model_type, rope, settings = CHANGING[kind]
-    config = transformers.AutoConfig.for_model(model_type, **SIZES, rope_parameters=rope, **settings)
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | settings), rope_parameters=rope)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(PolicyError, match=f"rotary tables of type {kind} change with the length"):
         attach(model, make_policy("streaming_llm", rolling=True)).__enter__()
