@@ -263,7 +263,7 @@ def test_layers_must_get_the_budget_in_all():
         return crooked.tokens(np.array([50]), None)
 
     assert tokens(3, -3, 0).tolist() == [[12], [6], [9]]
-    for extra in ((1, 0, 0), (0, 0), (0, 0, 0, 0), (-1, 0, 0)):
+    for extra in ((1, 0, 0), (18, -9), (0, 0, 0, -9), (-1, 0, 0)):
         with pytest.raises(PolicyError, match=r"layer_budget gave .* 3 layers and sum to 27"):
             tokens(*extra)
 

@@ -8,7 +8,7 @@ import torch
 
 from kvlab.selection import DEAD, EMPTY, NORMAL, RECENT, SINK, SPECIAL, assign_tiers, select, victim
 
-FEW = [-math.inf, math.nan, -2.0, -0.0, 0.0, 0.5, 0.5, math.inf]
+FEW = [-math.inf, math.nan, -2.0, -0.0, 0.0, 0.5, 0.5, 3e4, math.inf]
 
 
 def naive_tier(position, now, num_sink, recent, special, window):
