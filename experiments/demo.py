@@ -91,6 +91,12 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def show_progress(text: str) -> None:
+    """Replace the progress line, where somebody watches it."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<32}\r{text}", end="", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Run the demo; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -112,9 +118,9 @@ def main() -> int:
     model(prompt_ids(tokenizer)[1])  # warm up, so that the first policy isn't charged for it
     rows = []
     for number, name in enumerate(names, 1):
-        print(f"\r[{number}/{len(names)}] {name:<16}", end="", file=sys.stderr, flush=True)
+        show_progress(f"[{number}/{len(names)}] {name}")
         rows.append(answer(model, tokenizer, name, budget, options.new_tokens))
-    print("\r" + " " * 32 + "\r", end="", file=sys.stderr)
+    show_progress("")
     length = prompt_ids(tokenizer)[0].shape[1]
     print(f"{options.model}, budget {options.ratio:.0%}: reads {length} tokens, and only then the question: {QUESTION}\n")
     print(table(rows))

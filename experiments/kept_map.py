@@ -43,7 +43,7 @@ def main() -> None:
     names = [name for name in policy_names() if name != "full"]
     figure, axes = plt.subplots(4, 2, figsize=(11, 8.5), sharex=True, sharey=True, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=True):
-        image = axis.imshow(kept_share(model, ids, name), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        image = axis.imshow(kept_share(model, ids, name), aspect="auto", cmap="Blues", vmin=0, vmax=1)
         axis.set_title(name, fontsize=11)
     figure.supxlabel("token position")
     figure.supylabel("layer")
