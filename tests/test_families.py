@@ -1,4 +1,4 @@
-"""Model types that the README names and that have no tiny model of their own: stock logits without eviction, and real eviction."""
+"""Model types that the README names and that have no tiny model: stock logits without eviction, and real eviction."""
 
 import pytest
 import torch
