@@ -79,7 +79,8 @@ class Budget:
         if self.tokens is not None:
             return [self.tokens] * len(lengths)
         if self.bytes is not None:
-            return [_tokens_in(self.bytes, layers)] * len(lengths)
+            tokens = _tokens_in(self.bytes, layers)
+            return None if tokens is None else [tokens] * len(lengths)
         if self.ratio is None:
             return None
         if self.of == "total":
@@ -120,8 +121,8 @@ def _check_count(name: str, count: object) -> None:
         raise BudgetError(f"budget.{name}={count!r}: use a whole number of at least 1")
 
 
-def _tokens_in(limit: int, layers: Sequence[LayerGeometry]) -> int:
-    """Largest B such that min(B, window) tokens in every layer take at most `limit` bytes."""
+def _tokens_in(limit: int, layers: Sequence[LayerGeometry]) -> int | None:
+    """Largest B such that min(B, window) tokens in every layer take at most `limit` bytes; None where any B does."""
 
     def size(tokens: int) -> int:
         return sum(min(tokens, layer.window or tokens) * layer.token_bytes for layer in layers)
@@ -130,8 +131,8 @@ def _tokens_in(limit: int, layers: Sequence[LayerGeometry]) -> int:
         raise BudgetError(f"budget.bytes={limit} holds no token: one token in every layer takes {size(1)} bytes")
     if all(layer.window is not None for layer in layers):
         widest = max(layer.window or 0 for layer in layers)
-        if size(widest) <= limit:  # every window fits, so the budget limits nothing
-            return max(widest, limit // size(1))
+        if size(widest) <= limit:
+            return None
     low, high = 1, 2
     while size(high) <= limit:
         low, high = high, 2 * high
