@@ -192,5 +192,12 @@ def _check_generate(model: Any, cache: KVCache, args: tuple[Any, ...], kwargs: d
         )
     if given("use_cache") is False:
         raise ValueError("generate(use_cache=False) with a kvlab cache: leave out one of the two")
+    ids = next((value for value in (kwargs.get("input_ids"), kwargs.get("inputs"), *args[:1]) if value is not None), None)
+    mask, seen = kwargs.get("attention_mask"), cache.get_seq_length()
+    if seen and ids is not None and ids.shape[1] <= seen and (mask is None or mask.shape[1] == ids.shape[1]):
+        raise ValueError(
+            f"generate got {ids.shape[1]} token ids for a cache that has seen {seen}: give the ids (and the mask) of the whole "
+            "text so far with the new turn at its end"
+        )
     if cache.phase == "prompt":
         raise ValueError("generate inside `with cache.turn():` would never evict; leave the block first")

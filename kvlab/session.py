@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvlab.budget import Budget
+from kvlab.budget import Budget, BudgetError
 from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
 from kvlab.policies.base import Policy, PolicyError
@@ -82,6 +82,8 @@ def attach(
     """
     if tuple(codec) or share is not None:
         raise ValueError("codec and share are not available yet; leave them out")
+    if budget is not None and not isinstance(budget, Budget):
+        raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     layers = check_model(model)
     _check_policy(model, policy, tokenizer)
     if policy.rolling:  # keys without rotation are held in float32 at least

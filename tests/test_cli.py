@@ -21,7 +21,10 @@ def test_list_has_one_name_a_line_in_the_first_column(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(model_names())
 
 
-def test_list_imports_the_users_module(tmp_path):
+@pytest.mark.parametrize("given", ["mine", "mine.py", "../here/mine.py"])
+def test_list_imports_the_users_module(tmp_path, given):
+    tmp_path = tmp_path / "here"
+    tmp_path.mkdir()
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "from kvlab import Policy, register\n"
@@ -30,10 +33,8 @@ def test_list_imports_the_users_module(tmp_path):
         "class Mine(Policy):\n"
         "    '''Keep what I like.'''\n"
     )
-    command = [sys.executable, "-m", "kvlab.cli", "list", "policies", "--import", "mine"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
-    )
+    command = [sys.executable, "-m", "kvlab.cli", "list", "policies", "--import", given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "mine           Keep what I like." in done.stdout
 

@@ -2,6 +2,8 @@
 that use the wider interface (state of their own, decisions before attention, several victims at once)."""
 
 import copy
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -170,6 +172,53 @@ def test_a_prompt_read_in_inference_mode_can_be_continued_outside():
             model(ids[:, :60], cache=cache)
         model(ids[:, :60], cache=plain)
         assert torch.equal(model(ids[:, 60:], cache=cache).logits, model(ids[:, 60:], cache=plain).logits)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "adakv"])
+def test_everything_works_in_inference_mode_and_leaves_it(policy):
+    """Forks, beams, expansion and chunks make tensors of their own, which later calls write into."""
+    model = shared_model("llama")
+    ids = random_ids(1, 70)
+    given = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 6}
+    with attach(model, make_policy(policy), SMALL) as session:
+        expected = model.generate(ids, cache=session.new_cache(), num_beams=3, **given)
+        with torch.inference_mode():
+            assert torch.equal(model.generate(ids, cache=session.new_cache(), num_beams=3, **given), expected)
+            cache = session.new_cache()
+            with cache.turn():
+                model(ids[:, :30], cache=cache)
+                model(ids[:, 30:60], cache=cache)
+            fork = cache.fork()
+            cache.batch_repeat_interleave(2)
+            inside = model(ids[:, 60:61], cache=fork).logits
+            model(ids[:, 60:61].expand(2, -1), cache=cache)
+        plain = session.new_cache()
+        model(ids[:, :60], cache=plain)
+        assert torch.allclose(model(ids[:, 60:61], cache=plain).logits, inside, atol=1e-5)
+        assert torch.allclose(model(ids[:, 61:62], cache=plain).logits, model(ids[:, 61:62], cache=fork).logits, atol=1e-5)
+
+
+def test_generate_with_the_new_turn_alone_is_refused():
+    model = shared_model("llama")
+    with attach(model, make_policy("h2o"), SMALL) as session:
+        cache = session.new_cache()
+        first = model.generate(random_ids(1, 60), cache=cache, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+        with pytest.raises(ValueError, match="got 7 token ids for a cache that has seen 62"):
+            model.generate(random_ids(1, 7), cache=cache, max_new_tokens=3)
+        both = torch.cat([first, random_ids(1, 7)], 1)
+        out = model.generate(both, cache=cache, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+        assert out.shape[1] == 73 and cache.seen_len.tolist() == [72]
+
+
+def test_a_budget_that_is_none_is_refused():
+    """In a process of its own, where types are not checked beforehand."""
+    code = (
+        "from kvlab import attach, make_policy; from kvlab.tiny import tiny_model\n"
+        "try: attach(tiny_model('llama'), make_policy('h2o'), 0.2).__enter__()\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "budget=0.2: pass a Budget, such as Budget(ratio=0.2)\n", done.stderr
 
 
 def test_a_gradient_through_the_cache_is_an_error():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ class Memory:
     kv_bytes_full: int
     state_bytes: int
     kept_fraction: float
-    kept_len: Tensor
+    kept_len: Tensor = field(repr=False)
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, `kept_len` as nested lists."""
@@ -95,10 +95,14 @@ class KVCache(Cache):
                 raise
             finally:
                 self.turn_open = False
-            for layer in self.layers:
-                layer.close_turn()
-                if layer.store is not None:
-                    self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
+            self._close_turn()
+
+    @torch.inference_mode(False)  # what is stored must outlive the caller's mode
+    def _close_turn(self) -> None:
+        for layer in self.layers:
+            layer.close_turn()
+            if layer.store is not None:
+                self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
 
     @contextmanager
     def stepwise(self) -> Iterator[KVCache]:
@@ -231,6 +235,7 @@ class KVCache(Cache):
 
     # ------------------------------------------------------------------------------------- rows, copies, reset
 
+    @torch.inference_mode(False)
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take these sequences of the batch, in this order (beam search)."""
         rows = beam_idx.cpu()
@@ -252,6 +257,7 @@ class KVCache(Cache):
         """Repeat each sequence of the batch."""
         self.reorder_cache(torch.arange(len(self.layers[0].row_seen)).repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def fork(self) -> KVCache:
         """An independent copy of everything held, policy state included: for several continuations of one prefix."""
         self.check_usable()

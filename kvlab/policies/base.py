@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -180,12 +182,19 @@ def check_settings(policy: Policy) -> None:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import the user's own modules so that what they register is known. Raises PolicyError if one can't be found."""
+    """Import the user's own modules, by name or as a .py file, so that what they register is known.
+
+    Names are looked for in the current folder too. Raises PolicyError if one can't be found.
+    """
     for module in modules:
+        path = Path(module)
+        folder, name = (str(path.parent.resolve()), path.stem) if path.suffix == ".py" else (str(Path.cwd()), module)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         try:
-            importlib.import_module(module)
+            importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise PolicyError(f"--import {module}: {error}; is its folder on PYTHONPATH?") from error
+            raise PolicyError(f"--import {module}: {error}; give a .py file, or a module on PYTHONPATH") from error
 
 
 _plugins_loaded = False
