@@ -14,6 +14,7 @@ import pytest
 from kvlab.budget import Budget, BudgetError, LayerGeometry, apportion
 from kvlab.cache.plan import Plan
 from kvlab.policies import Policy, PolicyError, make_policy
+from naive import largest_remainder
 
 ADVICE = re.compile(r"use |give |raise |lower |goes with|needs |takes \d+ bytes")
 
@@ -165,14 +166,6 @@ def test_bytes_against_brute_force(windows):
 # ------------------------------------------------------------------------------------------------------------ apportion
 
 
-def naive_apportion(shares, total):
-    whole = [math.floor(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
-    for index in order[: total - sum(whole)]:
-        whole[index] += 1
-    return whole
-
-
 def test_apportion_is_the_largest_remainder():
     rng = random.Random(0)
     for _ in range(600):
@@ -181,7 +174,7 @@ def test_apportion_is_the_largest_remainder():
         total = rng.choice([0, 1, 5, 100, rng.randint(0, 5000)])
         exact = [Fraction(weight * total, sum(weights)) for weight in weights]
         split = apportion([float(share) for share in exact], total)
-        assert split == naive_apportion(exact, total), (weights, total)
+        assert split == largest_remainder(exact, total), (weights, total)
         assert sum(split) == total
         assert all(isinstance(count, int) for count in split)
 

@@ -17,6 +17,7 @@ from kvlab.policies import Policy, PolicyError, base, import_modules, make_polic
 from kvlab.policies.snapkv import pool_by_position
 from kvlab.selection import DEAD, EMPTY, NORMAL, RECENT, SINK, SPECIAL
 from kvlab.shapes import Step
+from naive import largest_remainder
 
 SHIPPED = ["adakv", "full", "h2o", "knorm", "pyramidkv", "random", "snapkv", "streaming_llm", "tova"]
 SNAPS = ["adakv", "pyramidkv", "snapkv"]
@@ -473,14 +474,6 @@ def test_recent_tokens():
     for name in SNAPS:
         assert make_policy(name, recent_window=3, obs_window=6).recent(torch.tensor([[9, 8]])).tolist() == [[6, 6]]
         assert make_policy(name, recent_window=8, obs_window=6).recent(torch.tensor([[9, 8]])).tolist() == [[8, 8]]
-
-
-def largest_remainder(shares, total):
-    whole = [math.floor(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
-    for index in order[: total - sum(whole)]:
-        whole[index] += 1
-    return whole
 
 
 def test_only_the_pyramid_tells_layers_apart():
