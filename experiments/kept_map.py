@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import torch
-from demo import prompt_ids
 
 from kvlab import Budget, attach, load_model, make_policy, policy_names
 
 RATIO = 0.2
+TOPIC = "objects"
 
 
 def kept_share(model: Any, ids: torch.Tensor, name: str) -> np.ndarray:
@@ -39,7 +40,7 @@ def main() -> None:
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/kept_map.png")
     torch.set_grad_enabled(False)
     model, tokenizer = load_model("smollm2-135m")
-    ids, _ = prompt_ids(tokenizer)
+    ids = tokenizer(topics[TOPIC], return_tensors="pt").input_ids
     names = [name for name in policy_names() if name != "full"]
     figure, axes = plt.subplots(4, 2, figsize=(11, 8.5), sharex=True, sharey=True, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=True):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvlab.policies import Policy, PolicyError, make_policy, policy_names, register
     from kvlab.session import Session, UnsupportedModel, attach
     from kvlab.shapes import Step
+    from kvlab.tables import load_results
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedModel",
     "attach",
     "load_model",
+    "load_results",
     "make_policy",
     "policy_names",
     "register",
@@ -53,6 +55,7 @@ _HOME = {
     "UnsupportedModel": "session",
     "attach": "session",
     "load_model": "models",
+    "load_results": "tables",
     "make_policy": "policies",
     "policy_names": "policies",
     "register": "policies",

@@ -1,33 +1,66 @@
-"""The command line: `kvlab list` and `kvlab doctor`. Knows how to print, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list` and `doctor`. Knows how to print, and leaves the rest to the library."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvlab.cells import Cell
     from kvlab.policies import Policy
 
 EXAMPLES = """examples:
-  kvlab list policies                      every policy, with what it keeps
-  kvlab list policies --markdown           the same as a table, with sources and properties
-  kvlab list policies --import my_module   your own policies too
-  kvlab list models                        models that conf/model/ names
-  kvlab doctor                             what this machine can run, and why not
+  kvlab run policy=h2o budget.ratio=0.2 task=passkey         one cell
+  kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
+  kvlab table outputs/runs --format latex                    the same table again
+  kvlab list policies                                        what there is
+  kvlab doctor                                               what this machine can run, and why not
+"""
+
+RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
+  model=smollm2-135m                       or model=path model.path=<folder, .gguf file or hub id>
+  policy=h2o policy.heavy_share=0.5        `kvlab list policies`
+  budget.ratio=0.2                         or budget=tokens budget.tokens=128, budget=bytes budget.bytes=1000000, budget=none
+  task=perplexity task.windows=16          or passkey, needle, ruler, prompts: `kvlab list tasks`
+  protocol=prompt protocol.hold_back=16    or stream, chunked
+  runtime.device=cuda runtime.dtype=bfloat16 runtime.batch_size=8
+  logger=none                              no W&B
+  name=my_sweep output_dir=outputs seed=0
+
+examples:
+  kvlab run task=perplexity task.file=my_text.txt policy=streaming_llm budget.ratio=0.3
+  kvlab run task=prompts task.file=my_prompts.jsonl policy=full,snapkv
+  kvlab run -m policy=full,streaming_llm,h2o budget.ratio=0.1,0.2,0.5 task=passkey 'task.lengths=[300,600]'
+  kvlab run policy=my_policy --import my_policy.py
+  kvlab run experiment=demo --dry-run
+  kvlab run --cfg job task=passkey         the composed config
+"""
+
+TABLE_EXAMPLES = """examples:
+  kvlab table                              everything in outputs/
+  kvlab table 'outputs/runs/*/passkey' --format markdown
+  kvlab table outputs/runs --by depth      accuracy at each depth
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
-    options = _parser().parse_args(arguments)
+    options, rest = _parser().parse_known_args(arguments)
+    if rest and not options.takes_rest:
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
     try:
         return options.run(options)
     except ValueError as error:  # a user's mistake: one line that says what to change
-        print(f"kvlab: {error}", file=sys.stderr)
+        print(f"kvlab: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("kvlab: interrupted; nothing finished is lost, the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,15 +73,50 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    listing = commands.add_parser("list", help="list policies or models, one name a line")
-    listing.add_argument("what", choices=["policies", "models"])
-    listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
-    listing.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="import your module")
-    listing.set_defaults(run=_list)
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, epilog: str = "") -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=epilog,
+            formatter_class=parser.formatter_class,
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=run, parser=command, takes_rest=name == "run")
+        return command
 
-    doctor = commands.add_parser("doctor", help="say what this machine can run, and why not")
-    doctor.set_defaults(run=_doctor)
+    running = add("run", _run, "run a cell, or a sweep of cells", RUN_EXAMPLES)
+    running.usage = "kvlab run [options] [KEY=VALUE ...]"  # these and Hydra's own options are passed on in their order
+    running.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values (always on)")
+    running.add_argument("--force", action="store_true", help="run finished cells again")
+    running.add_argument("--dry-run", action="store_true", help="show the cells, estimated bytes and time; load nothing")
+    running.add_argument("--no-table", action="store_true", help="don't print the comparison at the end")
+    _add_own(running)
+
+    table = add("table", _table, "compare results: quality, difference to the full cache, memory, speed", TABLE_EXAMPLES)
+    table.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
+    table.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
+    table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
+
+    listing = add("list", _list, "list what there is, one name a line")
+    listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
+    listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
+    _add_own(listing)
+
+    add("doctor", _doctor, "say what this machine can run, and why not")
     return parser
+
+
+def _add_own(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config-dir", metavar="DIR", help="your own config files: DIR/model/x.yaml is model=x")
+    command.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import your policies and tasks (.py file)",
+    )
 
 
 class _Version(argparse.Action):
@@ -59,19 +127,76 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _list(options: argparse.Namespace) -> int:
-    if options.what == "policies":
-        from kvlab.policies import import_modules, policy_class, policy_names
+def _run(options: argparse.Namespace) -> int:
+    from kvlab.compose import run_hydra
+    from kvlab.launcher import CellsFailed, Options, run_sweep
+    from kvlab.policies import import_modules
 
-        import_modules(options.modules)
-        classes = [policy_class(name) for name in policy_names()]
-        print(policy_table(classes) if options.markdown else _columns((cls.name, summary(cls)) for cls in classes))
-    else:
-        from kvlab.models import model_names
-
-        rows = model_names().items()
-        print(_markdown(["model", "what it is"], rows) if options.markdown else _columns(rows))
+    import_modules(options.modules)
+    chosen = Options(options.force, options.dry_run, _nothing if options.no_table else _report)
+    try:
+        run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
+    except CellsFailed as failed:
+        print(f"kvlab: {failed}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _nothing(cells: Sequence[Cell]) -> None:
+    pass
+
+
+def _report(cells: Sequence[Cell]) -> None:
+    """The comparison at the end of a sweep."""
+    from kvlab.render import render
+    from kvlab.tables import compare
+
+    found = [cell.folder for cell in cells if (cell.folder / "result.json").exists()]
+    if found:
+        print(render(compare(found), "text"))
+
+
+def _table(options: argparse.Namespace) -> int:
+    from kvlab.render import breakdown, render
+    from kvlab.tables import compare
+
+    items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where)
+    print(render(items, {"markdown": "md"}.get(options.format, options.format)))
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from kvlab.policies import import_modules
+
+    import_modules(options.modules)
+    if options.what == "policies" and options.markdown:
+        from kvlab.policies import policy_class, policy_names
+
+        print(policy_table([policy_class(name) for name in policy_names()]))
+        return 0
+    rows = _described(options.what, options.config_dir)
+    if rows:
+        print(_markdown([options.what, "what it is"], rows) if options.markdown else _columns(rows))
+    return 0
+
+
+def _described(what: str, own: str | None) -> list[tuple[str, str]]:
+    """Choices of a config group with a line on each: a docstring's, a model's description, or a file's first comment."""
+    from kvlab.compose import choices
+    from kvlab.evals import task_class
+    from kvlab.policies import policy_class
+
+    group = {"policies": "policy"}.get(what, what.removesuffix("s"))
+    find: dict[str, Callable[[str], type]] = {"policy": policy_class, "task": task_class}
+    found = choices(group, own)
+    return [(name, summary(find[group](name)) if path is None else _about(path)) for name, path in found.items()]
+
+
+def _about(path: Path) -> str:
+    text = path.read_text()
+    described = re.search(r"^description: (.*)$", text, re.M)
+    comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+    return described[1] if described else comments[0] if comments else ""
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import platform
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
@@ -43,6 +44,8 @@ def checks() -> list[Check]:
         _cache_folder(),
         _hub(),
         _data(),
+        _extra("wandb", "results also go to W&B (online where a key is known, else offline)", "logger=none is all there is"),
+        _extra("datasets", "texts from the hub (task.dataset=...)", "texts come from files (task.file=...)"),
     ]
 
 
@@ -91,3 +94,9 @@ def _data() -> Check:
     if not folder.is_dir():
         return Check("data folder", "no", f"{folder} does not exist: correct KVLAB_DATA_DIR")
     return Check("data folder", "ok", str(folder))
+
+
+def _extra(package: str, gives: str, otherwise: str) -> Check:
+    if find_spec(package) is None:
+        return Check(package, "no", f"not installed, so {otherwise}: pip install 'kvlab[{package}]'")
+    return Check(package, "ok", f"{version(package)}: {gives}")

@@ -161,7 +161,7 @@ def load_spec(spec: ModelSpec) -> tuple[transformers.PreTrainedModel, Any]:
     except (OSError, ValueError, ImportError, safetensors.SafetensorError) as error:
         if isinstance(error, ModelUnavailable):
             raise
-        raise ModelUnavailable(_explain(error, spec)) from error
+        raise ModelUnavailable(explain_load(error, spec)) from error
     if spec.device is not None and spec.kind in ("tiny", "gguf"):
         model = model.to(spec.device)
     _settle_padding(model, tokenizer)
@@ -280,7 +280,7 @@ def _check_device_map(device_map: Any, kind: str, has_device: bool) -> None:
         raise ValueError(f"device_map {device_map!r} is not one of {', '.join(DEVICE_MAPS)}: correct it, or give device")
 
 
-def _explain(error: Exception, spec: ModelSpec) -> str:
+def explain_load(error: Exception, spec: ModelSpec) -> str:
     """One line on why the load failed and what helps."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:

@@ -51,7 +51,8 @@ class Session:
 
         max_new_tokens  tokens to come, for a budget of the total
         sample_ids      a name or number for each prompt; random draws depend on it, so that batching changes nothing
-        known_len       length of the text (one or for each prompt), for a ratio under `cache.stepwise()`
+        known_len       length of the whole text (one or for each prompt), which a ratio is of: needed under
+                        `cache.stepwise()`, and where a prompt comes in parts that are evicted one by one
         """
         return KVCache(self.plan, max_new_tokens=max_new_tokens, sample_ids=sample_ids, known_len=known_len)
 

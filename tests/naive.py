@@ -273,8 +273,8 @@ def policy_scores(case: Case, state: State, kv_head: int, t: int, kind: str, seg
         return {j: tova_score(segment_weights[-1], j) for j in held}
     if case.policy == "knorm":
         return {j: -to_14_bits(math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j]))) for j in held}
-    if kind == "step":  # the snapkv family only looks at attention at a prompt's end
-        return {j: float(j) for j in held}
+    if kind == "step":  # the snapkv family looks at attention at a prompt's end; then the newest unprotected token goes
+        return {j: -float(j) for j in held}
     return snap_scores(case, held, kv_head, t, segment_weights)
 
 

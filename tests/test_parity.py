@@ -311,13 +311,14 @@ def replay_row(case, row, dtype="any"):
     _, (q, k) = rotated_inputs(case, row, dtype)
     v, ids = row_inputs(case, row)[2:]
     segments, seen, budget = [], 0, None
+    known = case.known[row] if case.known else 0
     for number, call in enumerate(case.script):
         count = call.counts[row]
         seen += count
         if call.kind == "prompt" and (count or not segments):
-            budget = case.layer_tokens(seen)
+            budget = case.layer_tokens(max(seen, known))
         elif number == 0:
-            budget = case.layer_tokens(case.known[row] if case.known else 0)
+            budget = case.layer_tokens(known)
         segments.append(naive.Segment(call.kind, count, budget))
     rotate = None
     if case.rope:
@@ -608,6 +609,16 @@ def test_ratio(policy, ratio):
     check(make_case(policy, script, ratio=ratio, settings={"num_sink": 1}))
     if policy in EVERY_STEP:
         check(make_case(policy, (*stream(20), *steps(4), *prompt(6), *steps(3)), ratio=ratio, known=(24,)))
+
+
+@pytest.mark.parametrize("known", [(40, 25, 31), (21, 14, 18)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ratio_of_a_text_that_comes_in_parts(policy, known):
+    """Chunks that are evicted one by one: a ratio is of the whole text as soon as it begins, where that is known."""
+    settings = {"obs_window": 2, "kernel": 3} if policy in SNAPS else {"num_sink": 1}
+    script = (*prompt(9, 6, 9, side="right"), *prompt(9, 6, 4, side="right"), *steps(4, 3))
+    with tight_budgets_allowed():
+        check(make_case(policy, script, ratio=0.4, known=known, settings=settings))
 
 
 # ------------------------------------------------------------------------------------------------------ padded batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvlab.budget import BudgetError
+from kvlab.budget import Budget, BudgetError
 from kvlab.cache.call import Call, CallKey
 from kvlab.cache.layer import KVLayer
 from kvlab.cache.plan import Plan
 from kvlab.cache.rotation import RotaryTable, Rotation
+from kvlab.policies.base import Policy
 
 Phase = Literal["auto", "prompt", "step"]
 
@@ -46,6 +47,16 @@ class Memory:
         return {**asdict(self), "kept_len": self.kept_len.tolist()}
 
 
+@dataclass(frozen=True)
+class RowMemory:
+    """What one sequence of a batch weighs: bytes held and of a full cache, tokens kept and seen over all layers and heads."""
+
+    kv_bytes: int
+    kv_bytes_full: int
+    kept: int
+    seen: int
+
+
 class KVCache(Cache):
     """A transformers cache that holds what its policy keeps. Made by `Session.new_cache`.
 
@@ -64,7 +75,7 @@ class KVCache(Cache):
         super().__init__(layers=[KVLayer(self, idx) for idx in range(len(plan.layers))])
         self.plan = plan
         self.max_new_tokens = max_new_tokens
-        self.known_len = known_len
+        self.known_len = None if known_len is None else np.asarray(known_len, dtype=np.int64)
         self._sample_keys = None if sample_ids is None else [_sample_key(sample) for sample in sample_ids]
         self._sample_tensors: dict[tuple[int, torch.device], Tensor] = {}
         self._start_anew()
@@ -132,7 +143,12 @@ class KVCache(Cache):
     # ----------------------------------------------------------------------------------------------- budgets
 
     def budgets(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Tokens per head of every layer and sequence, (layers, batch), when these many tokens have been seen."""
+        """Tokens per head of every layer and sequence, (layers, batch), when these many tokens have been seen.
+
+        A ratio is of the known length where that is more.
+        """
+        if self.known_len is not None:
+            lengths = np.maximum(lengths, self.known_len)
         key = lengths.tobytes()
         if self._budgets is None or self._budgets[0] != key:
             self._budgets = (key, self.plan.tokens(lengths, self.max_new_tokens))
@@ -145,7 +161,7 @@ class KVCache(Cache):
             raise ValueError(f"policy {policy.name} decides at a prompt's end and can't evict from the first token on")
         if policy.evicts and self.plan.budget.ratio is not None and self.known_len is None:
             raise BudgetError("a ratio from the first token on needs the length of the text: new_cache(known_len=...)")
-        return self.budgets(np.broadcast_to(np.asarray(self.known_len or 0, dtype=np.int64), (batch,)))
+        return self.budgets(np.zeros(batch, dtype=np.int64))
 
     # ------------------------------------------------------------------------------- what layers ask the cache
 
@@ -244,6 +260,8 @@ class KVCache(Cache):
             keys = self.sample_keys(len(self.layers[0].row_seen), rows.device)
             assert keys is not None
             self._sample_keys, self._sample_tensors = keys[rows].tolist(), {}
+        if self.known_len is not None and self.known_len.ndim:
+            self.known_len = self.known_len[rows.numpy()]
         for layer in self.layers:
             layer.select_rows(rows, row_seen)
             if layer.store is not None:
@@ -258,15 +276,20 @@ class KVCache(Cache):
         self.reorder_cache(torch.arange(len(self.layers[0].row_seen)).repeat_interleave(repeats))
 
     @torch.inference_mode(False)
-    def fork(self) -> KVCache:
-        """An independent copy of everything held, policy state included: for several continuations of one prefix."""
+    def fork(self, policy: Policy | None = None) -> KVCache:
+        """An independent copy of everything held, policy state included: for several continuations of one prefix.
+
+        policy  another policy for the copy, which is under no budget: `full` holds on to what is held
+        """
         self.check_usable()
         if self.phase != "auto":
             raise RuntimeError(f"a cache can't be forked inside a {self.phase!r} block")
-        other = KVCache(self.plan, max_new_tokens=self.max_new_tokens, known_len=self.known_len)
+        plan = self.plan if policy is None else replace(self.plan, policy=policy, budget=Budget())
+        other = KVCache(plan, max_new_tokens=self.max_new_tokens)
+        other.known_len = self.known_len
         other._sample_keys = None if self._sample_keys is None else list(self._sample_keys)
         other._tables = dict(self._tables)
-        other.layers = [layer.fork(other) for layer in self.layers]
+        other.layers = [layer.fork(other, keep_limit=policy is None) for layer in self.layers]
         other._held, other._peak = list(self._held), sum(self._held)
         return other
 
@@ -293,6 +316,16 @@ class KVCache(Cache):
         views = [layer.store.view() for layer in self.layers if layer.store is not None]
         return [[[sorted(p for p in head if p >= 0) for head in row] for row in view.positions.tolist()] for view in views]
 
+    def memory_by_row(self) -> list[RowMemory]:
+        """What each sequence of the batch weighs now, in the order of the batch."""
+        filled = [layer for layer in self.layers if layer.store is not None]
+        held = sum((layer.store.row_bytes for layer in filled), start=np.zeros(len(self.seen_len), dtype=np.int64))
+        kept = sum((layer.store.lengths.sum(1) for layer in filled), start=np.zeros_like(held))
+        seen = sum((layer.row_seen * layer.store.lengths.shape[1] for layer in filled), start=np.zeros_like(held))
+        full = sum((self._full_bytes(layer) for layer in filled), start=np.zeros_like(held))
+        rows = zip(held.tolist(), full.tolist(), kept.tolist(), seen.tolist(), strict=True)
+        return [RowMemory(*row) for row in rows]
+
     def memory(self) -> Memory:
         """What the cache weighs now."""
         filled = [layer for layer in self.layers if layer.store is not None]
@@ -304,18 +337,19 @@ class KVCache(Cache):
         return Memory(
             kv_bytes=sum(layer.store.kv_bytes for layer in filled),
             kv_bytes_peak=self._peak,
-            kv_bytes_full=sum(self._full_bytes(layer) for layer in filled),
+            kv_bytes_full=sum(int(self._full_bytes(layer).sum()) for layer in filled),
             state_bytes=state,
             kept_fraction=kept / seen if seen else 1.0,
             kept_len=self.kept_len,
         )
 
-    def _full_bytes(self, layer: KVLayer) -> int:
+    def _full_bytes(self, layer: KVLayer) -> np.ndarray:
+        """Bytes of a full cache of this layer, (batch,)."""
         window = layer.rule.window
         tokens = layer.row_seen if window is None else np.minimum(layer.row_seen, window)
         assert layer.store is not None
         numbers = layer.store.lengths.shape[1] * (layer.store.keys.shape[-1] + layer.store.values.shape[-1])
-        return int(tokens.sum()) * numbers * self.plan.itemsize
+        return tokens * (numbers * self.plan.itemsize)
 
 
 def _sample_key(sample: int | str) -> int:

@@ -109,11 +109,13 @@ class KVLayer(CacheLayerMixin):
             queries, positions = self.voters
             self.voters = (queries[rows.to(queries.device)], positions[rows.to(positions.device)])
 
-    def fork(self, cache: KVCache) -> KVLayer:
-        """An independent copy that belongs to another cache."""
+    def fork(self, cache: KVCache, keep_limit: bool = True) -> KVLayer:
+        """An independent copy that belongs to another cache; under no limit if that is not to be kept."""
         other = KVLayer(cache, self.layer_idx)
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "cache"})
         other.store = None if self.store is None else self.store.copy()
+        if other.store is not None and not keep_limit:
+            other._set_limit(other._cap(other._unlimited()))
         return other
 
     # ---------------------------------------------------------------------------------------------- attention

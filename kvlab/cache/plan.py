@@ -31,10 +31,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         fixed = self.budget.resolve([1], self.layers) if self.budget.ratio is None else None
-        if fixed is not None and self.policy.evicts and sum(self._protected.values()) > fixed[0]:
+        if fixed is not None and self.policy.evicts and self.least > fixed[0]:
             raise BudgetError(
                 f"the budget holds {fixed[0]} tokens per head, fewer than {self.policy.name} protects "
-                f"({self._protection}); raise the budget or lower these settings"
+                f"({self.protection}); raise the budget or lower these settings"
             )
 
     def tokens(self, lengths: np.ndarray, new_tokens: int | None) -> np.ndarray | None:
@@ -66,13 +66,19 @@ class Plan:
         return {"num_sink": self.policy.num_sink, widest: recent[widest]}
 
     @property
-    def _protection(self) -> str:
+    def least(self) -> int:
+        """Tokens that the policy's settings protect, whatever the budget is."""
+        return sum(self._protected.values())
+
+    @property
+    def protection(self) -> str:
+        """The settings that protect tokens."""
         return ", ".join(f"{name}={value}" for name, value in self._protected.items() if value)
 
     def _warn_if_cut(self, budget: int) -> None:
-        if sum(self._protected.values()) > budget:
+        if self.least > budget:
             warnings.warn(
-                f"a budget of {budget} tokens is smaller than what {self.policy.name} protects ({self._protection}); "
+                f"a budget of {budget} tokens is smaller than what {self.policy.name} protects ({self.protection}); "
                 "the oldest of the recent tokens leave first",
                 stacklevel=2,
             )

@@ -103,6 +103,12 @@ class SlotStore:
         return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
 
     @property
+    def row_bytes(self) -> np.ndarray:
+        """The part of `kv_bytes` that each sequence takes, (batch,)."""
+        slot = sum(plane.shape[-1] * plane.itemsize for plane in (self.keys, self.values))
+        return self.capacity.sum(1) * slot
+
+    @property
     def indices(self) -> list[Tensor]:
         """Slot indices that are kept on the device."""
         return [tensor for tensor in (self.next_slot, self._device_offsets, self._dense_index) if tensor is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvlab.hints import did_you_mean
+from kvlab.settings import check
 from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
 
 Group = Literal["mean", "max", "sum", "first"]
@@ -61,7 +61,8 @@ class Policy:
     evicts: ClassVar[bool] = True
     """False for a policy that holds everything, whatever the budget."""
     when: ClassVar[Literal["every_step", "prompt_end"]] = "every_step"
-    """`prompt_end`: decides at the end of each turn only; in between the oldest unprotected token leaves."""
+    """`prompt_end`: decides at the end of each turn only; in between, what it chose stays and tokens that leave
+    the recent window go."""
     phase: ClassVar[Literal["after_attention", "before_attention"]] = "after_attention"
     """`after_attention`: reads up to B + 1 tokens, then drops to B. `before_attention`: makes room first, reads up to B."""
     coupling: ClassVar[Literal["head", "layer"]] = "head"
@@ -81,7 +82,7 @@ class Policy:
     """How many of a turn's last queries vote at its end."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check(self, "policy", PolicyError)
 
     def score(self, step: Step) -> Scores:
         """Importance of each held token, higher = keep. Empty slots may get anything. Shape (batch, kv_heads, slots)."""
@@ -160,25 +161,6 @@ def make_policy(name: str, **settings: object) -> Policy:
             hint = did_you_mean(setting, known)
             raise PolicyError(f"policy {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
     return cls(**settings)  # type: ignore[arg-type]
-
-
-def check_settings(policy: Policy) -> None:
-    """Check every setting against its annotation; counts (ints) are at least 0. Raises PolicyError."""
-    hints = typing.get_type_hints(type(policy))
-    for field in dataclasses.fields(policy):
-        if not field.init:
-            continue
-        value, kind = getattr(policy, field.name), hints[field.name]
-        where = f"policy.{field.name}={value!r}"
-        if typing.get_origin(kind) is Literal:
-            if value not in typing.get_args(kind):
-                raise PolicyError(f"{where}: use one of {', '.join(map(str, typing.get_args(kind)))}")
-        elif kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise PolicyError(f"{where}: use a whole number of at least 0")
-        elif kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise PolicyError(f"{where}: use a number")
-        elif kind is bool and not isinstance(value, bool):
-            raise PolicyError(f"{where}: use true or false")
 
 
 def import_modules(modules: Sequence[str]) -> None:

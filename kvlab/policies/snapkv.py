@@ -19,7 +19,8 @@ class SnapKV(Policy):
     obs_window    how many last queries vote; their own tokens are kept
     kernel, pool  pooling of the votes along positions (the released LongBench settings: 7, max)
     group         how a KV head's query heads merge, per query
-    after_prompt  `fifo`: the oldest unprotected token leaves at each decode step, so the budget holds;
+    after_prompt  `fifo`: what the votes chose stays, and decoded tokens pass through the window of the last `obs_window`
+                  tokens, first in, first out, so the budget holds;
                   `grow`: decoded tokens are all kept, as published
     """
 

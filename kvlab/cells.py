@@ -1,0 +1,267 @@
+"""From a composed config to a checked cell: model x policy x budget x task under a protocol, and what identifies it.
+
+Everything that can be known without a tokenizer is checked here. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvlab.budget import Budget, BudgetError
+from kvlab.evals import Task, task_class
+from kvlab.hints import did_you_mean
+from kvlab.models import ModelSpec, spec_from_config
+from kvlab.outline import fingerprint
+from kvlab.policies import Policy, PolicyError, policy_class
+from kvlab.protocol import Protocol, protocol_class
+from kvlab.settings import SettingError, build
+from kvlab.tracking import TrackingSettings
+
+RESULTS_VERSION = 1
+"""Raised whenever the same cell gives other numbers than before, so that older results count as another run's."""
+
+
+GROUPS = (
+    "model",
+    "policy",
+    "budget",
+    "codec",
+    "share",
+    "task",
+    "protocol",
+    "runtime",
+    "logger",
+    "launcher",
+    "experiment",
+    "debug",
+)
+KEYS = (*GROUPS, "name", "output_dir", "seed")
+"""Top-level keys of a config."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a cell is run; see conf/runtime/default.yaml."""
+
+    device: str | None = None
+    dtype: str = "auto"
+    batch_size: int = 8
+    prefill_chunk: int | None = None
+    threads: int | None = None
+    beyond_context: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prefill_chunk", "threads"):
+            if getattr(self, name) == 0:
+                raise SettingError(f"runtime.{name}=0: use at least 1")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of an experiment. `config` is what it was made from, with nothing left to resolve."""
+
+    name: str
+    output_dir: Path
+    seed: int
+    model: ModelSpec
+    policy: Policy
+    budget: Budget
+    task: Task
+    protocol: Protocol
+    runtime: Runtime
+    tracking: TrackingSettings
+    config: dict[str, Any] = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Cell:
+        """The checked cell of a composed config. Raises ValueError, in one line that says what to change."""
+        for key in config:
+            if key not in KEYS:
+                raise SettingError(f"{key}: there is no such setting{did_you_mean(key, KEYS)}; settings: {', '.join(KEYS)}")
+        runtime = build(Runtime, config.get("runtime") or {}, "runtime")
+        for group in ("codec", "share"):
+            if config.get(group):
+                raise SettingError(f"{group}={config[group]!r}: nothing is available yet; use {group}=none")
+        protocol_settings = _named(config, "protocol")
+        protocol = build(protocol_class(protocol_settings["name"]), protocol_settings, "protocol", ignore=("name",))
+        task_settings = _named(config, "task")
+        task = build(task_class(task_settings["name"]), task_settings, "task", ignore=("name",))
+        policy_settings = _named(config, "policy")
+        policy = build(
+            policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
+        )
+        protocol.check(policy)
+        return cls(
+            name=_folder_name(config.get("name")),
+            output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
+            seed=_seed(config.get("seed", 0)),
+            model=_model(config.get("model"), runtime),
+            policy=policy,
+            budget=_budget(config.get("budget") or {}, policy),
+            task=task.resolved(protocol),
+            protocol=protocol,
+            runtime=runtime,
+            tracking=build(TrackingSettings, _named(config, "logger"), "logger"),
+            config={key: value for key, value in config.items() if value not in (None, {})},
+        )
+
+    # ------------------------------------------------------------------------------------------------ identity
+
+    @cached_property
+    def comparison(self) -> dict[str, Any]:
+        """What cells that may be compared have in common."""
+        return {
+            "results_version": RESULTS_VERSION,
+            "model": self.model.name,
+            "weights": fingerprint(self.model),
+            "dtype": self.model.dtype,
+            "device": (self.model.device or "cpu").split(":")[0],
+            "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places)},
+            "data": self.task.data_hash(),
+            "protocol": {"name": self.protocol.name, **chosen(self.protocol)},
+            "seed": self.seed,
+        }
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that changes the cell's numbers. Batch size, chunks and threads don't."""
+        policy = {"name": self.policy.name, **chosen(self.policy)}
+        return {**self.comparison, "policy": policy, "budget": self.budget_settings, "codec": [], "share": None}
+
+    @property
+    def run_id(self) -> str:
+        """Hash of the identity."""
+        return _hash(self.identity)
+
+    @property
+    def comparison_id(self) -> str:
+        """Hash of what comparable cells have in common."""
+        return _hash(self.comparison)
+
+    @property
+    def folder(self) -> Path:
+        """Where the cell's results are."""
+        last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
+        parts = (self.name, self.model.name, self.task.label, self.protocol.name, self.policy_label, last)
+        return self.output_dir.joinpath(*map(_safe, parts))
+
+    # -------------------------------------------------------------------------------------------------- labels
+
+    @property
+    def budget_settings(self) -> dict[str, Any]:
+        """The budget, empty where there is no limit."""
+        return {name: value for name, value in dataclasses.asdict(self.budget).items() if value not in (None, "prompt")}
+
+    @property
+    def budget_label(self) -> str:
+        """Such as '20 %', '512 tokens'."""
+        budget = self.budget
+        if budget.ratio is not None:
+            return f"{100 * budget.ratio:g} %" + (" of total" if budget.of == "total" else "")
+        if budget.tokens is not None:
+            return f"{budget.tokens} tokens"
+        return "no limit" if budget.bytes is None else f"{budget.bytes} bytes"
+
+    @property
+    def policy_label(self) -> str:
+        """The policy's name and those settings that aren't defaults."""
+        settings = {name: value for name, value in chosen(self.policy).items() if (name, value) != ("seed", self.seed)}
+        return " ".join([self.policy.name, *(f"{name}={value}" for name, value in settings.items())])
+
+    @property
+    def label(self) -> str:
+        """For progress lines."""
+        budget = "" if self.budget == Budget() else f" {self.budget_label}"
+        return f"{self.policy_label}{budget}, {self.task.label}"
+
+    @property
+    def labels(self) -> list[str]:
+        """What a reader of the results must know."""
+        return [] if self.policy.holds_budget_after_prompt else ["grow"]
+
+    def summary(self) -> dict[str, Any]:
+        """What result.json and W&B say of a cell."""
+        return {
+            "run_id": self.run_id,
+            "comparison_id": self.comparison_id,
+            "name": self.name,
+            "model": self.model.name,
+            "task": self.task.label,
+            "protocol": self.protocol.name,
+            "policy": self.policy.name,
+            "policy_label": self.policy_label,
+            "codec": [],
+            "share": None,
+            "budget": self.budget_settings,
+            "budget_label": self.budget_label,
+            "labels": self.labels,
+            "config": self.config,
+            "identity": self.identity,
+        }
+
+
+def chosen(settings: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Those settings of a dataclass that differ from their defaults, as plain values."""
+    found = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.init and field.name not in leave_out and value != field.default:
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
+    settings = config.get(group)
+    if not isinstance(settings, Mapping) or not settings.get("name"):
+        raise SettingError(f"{group}={settings!r}: choose one with {group}=NAME")
+    return dict(settings)
+
+
+def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:
+    config = dict(settings or {})
+    if config.get("path") == "???":
+        raise SettingError("model.path must be given: model=path model.path=<folder, .gguf file or hub id>")
+    if not config.get("name") and config.get("path"):
+        config["name"] = Path(str(config["path"])).expanduser().resolve().name
+    if runtime.dtype != "auto":
+        config["dtype"] = runtime.dtype
+    if runtime.device is not None:
+        config |= {"device": runtime.device, "device_map": None}
+    return spec_from_config(config)
+
+
+def _budget(settings: Mapping[str, Any], policy: Policy) -> Budget:
+    for name in ("ratio", "tokens", "bytes"):
+        if settings.get(name) == "???":
+            raise BudgetError(f"budget.{name} must be given")
+    budget = build(Budget, settings, "budget", BudgetError)
+    return budget if policy.evicts else Budget()
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise SettingError(f"seed={seed!r}: use a whole number of at least 0")
+    return seed
+
+
+def _folder_name(name: Any) -> str:
+    if not name or not re.fullmatch(r"[\w][\w.+-]*(/[\w][\w.+-]*)*", str(name)):
+        raise SettingError(f"name={name!r}: use letters, digits, '.', '-', '_' and '/', since it names a folder")
+    return str(name)
+
+
+def _safe(part: str) -> str:
+    return part if re.fullmatch(r"[\w./=+-]+", part) else re.sub(r"[^\w.=+-]+", "_", part)
+
+
+def _hash(identity: Mapping[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,60 @@
+"""Roughly what a cell takes, before anything is loaded: bytes of the cache of a batch, and seconds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvlab.cells import Cell
+from kvlab.session import attach
+from kvlab.workbench import Workbench
+
+STEP_S = 3e-4
+"""Seconds of one token in one layer of the token-by-token path, beside its matrix products (seen on a CPU)."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """kv_bytes: of a batch when its prompts have been evicted; seconds: of everything, within a factor of about two."""
+
+    kv_bytes: float
+    seconds: float
+
+    def __str__(self) -> str:
+        """For the plan of a sweep."""
+        time_text = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        return f"~{self.kv_bytes / 1e6:.1f} MB KV per batch, ~{time_text}"
+
+
+def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
+    """What `samples` more samples of a cell take."""
+    model, tokenizer = bench.shape
+    every = bench.samples(cell)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    prompts = sum(len(sample.prompt.ids) for sample in every) / len(every)
+    after = sum(cell.protocol.held(s.prompt) + max(len(s.gold), s.new_tokens) for s in every) / len(every)
+    rows = min(cell.runtime.batch_size, len(every))
+    with attach(model, cell.policy, cell.budget, tokenizer=tokenizer) as session:
+        plan = session.plan
+        held = plan.budget.resolve([round(prompts)], plan.layers, new_tokens=0)
+        tokens = min(prompts, held[0]) if held else prompts + after
+        kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in plan.layers)
+    steps = after if cell.protocol.compresses else prompts + after
+    seconds = 2 * weights * (prompts + after) * samples / _flops() + samples / rows * steps * len(plan.layers) * STEP_S
+    if any(sample.new_tokens for sample in every):  # each new token reads all weights once a batch
+        seconds += samples / rows * after * 2 * weights * rows**0.3 / _flops() * 4
+    return Estimate(kv_bytes, seconds)
+
+
+@cache
+def _flops() -> float:
+    """Floating-point operations a second of a matrix product here."""
+    a = torch.randn(512, 512)
+    a @ a
+    start = time.perf_counter()
+    for _ in range(10):
+        a @ a
+    return 10 * 2 * 512**3 / (time.perf_counter() - start)

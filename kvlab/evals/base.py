@@ -1,0 +1,165 @@
+"""What a task is: samples with prompts, an evaluation of a batch that has been read, and metrics over records.
+
+A task is a frozen dataclass registered by name, like a policy; its fields are its Hydra config. One loop in `runner.py`
+drives all of them. Knows no policy and no model; tokenizers are handed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, TypeVar
+
+from kvlab.hints import did_you_mean
+from kvlab.metrics import Metric, make_metric
+from kvlab.protocol import Prompt, Protocol, Reading, Scored
+from kvlab.settings import SettingError
+
+Record = dict[str, Any]
+"""What is written about one sample: `values` (numbers), and where there are such: output, answers, trace, fields."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a task, ready for the model.
+
+    id       the same in every cell of a task; prompt: what is read before anything is asked of the model
+    gold     token ids whose log-probability is recorded, right after the prompt
+    choices  token ids of each choice; gold_choice: the right one
+    answers  texts that an output is graded against
+    new_tokens  most tokens to generate, 0 for none
+    fields   what tables may break results down by, such as length and depth
+    """
+
+    id: str
+    prompt: Prompt
+    gold: tuple[int, ...] = ()
+    choices: tuple[tuple[int, ...], ...] = ()
+    gold_choice: int = 0
+    answers: tuple[str, ...] = ()
+    new_tokens: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that the model will have seen."""
+        return len(self.prompt.ids) + max(len(self.gold), self.new_tokens, max(map(len, self.choices), default=0))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Base of all tasks. Give `samples` and `metrics`, and `grade` or `evaluate`."""
+
+    name: ClassVar[str] = ""
+    main_metric: ClassVar[str] = ""
+    stop: ClassVar[tuple[str, ...]] = ()
+    """Strings that end an output."""
+    places: ClassVar[tuple[str, ...]] = ("file", "folder")
+    """Settings that say where data is; what identifies a run is the data's hash instead."""
+
+    @property
+    def label(self) -> str:
+        """What results call the task."""
+        return self.name
+
+    def resolved(self, protocol: Protocol) -> Task:
+        """The task with settings filled in that depend on the protocol."""
+        return self
+
+    def data_hash(self) -> str:
+        """Hash of the data that samples are made of, part of a run's identity. Raises SettingError where it can't be read."""
+        return ""
+
+    def samples(self, tokenizer: Any) -> list[Sample]:
+        """All samples, the same for the same settings, data and tokenizer."""
+        raise NotImplementedError
+
+    def grade(self, sample: Sample, output: str) -> dict[str, float]:
+        """Values of an output."""
+        return {}
+
+    def metrics(self, records: Sequence[Record]) -> dict[str, Metric]:
+        """Metrics over all records; `main_metric` names the first to look at."""
+        raise NotImplementedError
+
+    def evaluate(self, reading: Reading, samples: Sequence[Sample], tokenizer: Any) -> list[Record]:
+        """Records of a batch. The order of what is asked can't matter: everything but generation works on a fork."""
+        records: list[Record] = [{"values": {}} for _ in samples]
+        if samples[0].choices:
+            scored = reading.score_choices([sample.choices for sample in samples])
+            for record, sample, options in zip(records, samples, scored, strict=True):
+                add_choices(record, sample, options)
+        if samples[0].gold:
+            for record, gold in zip(records, reading.fork().score([sample.gold for sample in samples]), strict=True):
+                record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
+        if longest := max(sample.new_tokens for sample in samples):
+            outputs = reading.generate(longest, tokenizer, self.stop)
+            for record, sample, ids in zip(records, samples, outputs, strict=True):
+                record["trace"] = ids = ids[: sample.new_tokens]
+                record["output"] = tokenizer.decode(ids, skip_special_tokens=True)
+                record["answers"] = list(sample.answers)
+                record["values"] |= self.grade(sample, record["output"])
+        return records
+
+
+def add_choices(record: Record, sample: Sample, options: Sequence[Scored]) -> None:
+    """Which choice is likeliest, in all and for each token."""
+    sums = [option.logprob for option in options]
+    means = [option.logprob / len(option.ids) for option in options]
+    best, best_mean = (max(range(len(options)), key=values.__getitem__) for values in (sums, means))
+    record["values"]["accuracy"] = float(best == sample.gold_choice)
+    record["values"]["accuracy_by_token"] = float(best_mean == sample.gold_choice)
+    record["values"]["gold_logprob"] = means[sample.gold_choice]
+    record["trace"], record["choice"] = [best], best
+
+
+def mean_metrics(records: Sequence[Record], *names: str, chance: Mapping[str, float] | None = None) -> dict[str, Metric]:
+    """Means of those values that the records have."""
+    there = [name for name in names if all(name in record["values"] for record in records)]
+    levels = chance or {}
+    return {name: make_metric(records, name, "mean", "higher", chance=levels.get(name)) for name in there}
+
+
+# ------------------------------------------------------------------------------------------------------ registry
+
+_REGISTRY: dict[str, type[Task]] = {}
+TaskType = TypeVar("TaskType", bound=type[Task])
+
+
+def register_task(name: str) -> Callable[[TaskType], TaskType]:
+    """Class decorator: make a task known by `name`. Raises SettingError if another module's task has that name."""
+
+    def add(cls: TaskType) -> TaskType:
+        known = _REGISTRY.get(name)
+        if known is not None and known.__module__ != cls.__module__:
+            raise SettingError(f"task name {name!r} is taken by {known.__module__}; register under another name")
+        if not dataclasses.is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
+            raise SettingError(f"task {name!r}: put @dataclass(frozen=True) below @register_task({name!r})")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+_plugins_loaded = False
+
+
+def task_names() -> list[str]:
+    """Names of all registered tasks, those of installed plug-ins (entry-point group `kvlab.tasks`) included."""
+    global _plugins_loaded
+    if not _plugins_loaded:
+        _plugins_loaded = True
+        for entry in entry_points(group="kvlab.tasks"):
+            entry.load()
+    return sorted(_REGISTRY)
+
+
+def task_class(name: str) -> type[Task]:
+    """The task registered by `name`. Raises SettingError with near names if there is none."""
+    names = task_names()
+    if name not in _REGISTRY:
+        raise SettingError(f"unknown task {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}")
+    return _REGISTRY[name]

@@ -1,0 +1,144 @@
+"""Your own prompts, from a file: answers are generated, graded where the file says what is right, and always recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvlab.evals.base import Record, Sample, Task, mean_metrics, register_task
+from kvlab.evals.chat import answer_ids, make_prompt, uses_chat
+from kvlab.evals.texts import existing_file, file_hash, table_rows
+from kvlab.metrics import Metric, contains, exact_match, make_metric, token_f1
+from kvlab.settings import SettingError
+
+Row = dict[str, Any]
+
+
+@register_task("prompts")
+@dataclass(frozen=True)
+class Prompts(Task):
+    """Prompts of a .jsonl, .json, .csv or .parquet file, one a row.
+
+    A row has `prompt`, or `context` and `question` (the question is held back from compression). It may have `answer` or
+    `answers` (graded), `choices` with `answer` as one of them or its number from 0 (scored, nothing generated), `answer_start`
+    (words that the answer begins with), `new_tokens`, and `id`.
+
+    new_tokens  longest answer where a row doesn't say
+    limit       only so many rows, from the top
+    chat        use the chat template; null: where the model has one
+    """
+
+    file: str = "???"
+    new_tokens: int = 64
+    limit: int | None = None
+    chat: bool | None = None
+
+    main_metric: ClassVar[str] = "accuracy"
+
+    @cached_property
+    def _path(self) -> Path:
+        return existing_file(self.file, "task.file")
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        rows = table_rows(self._path, ())[: self.limit]
+        if not rows:
+            raise SettingError("task.limit=0: leave it out, or use at least 1")
+        for number, row in enumerate(rows, 1):
+            if problem := _problem(row):
+                raise SettingError(f"{self._path}, row {number}: {problem}")
+        kinds = [_kind(row) for row in rows]
+        if odd := next((number for number, kind in enumerate(kinds, 1) if kind != kinds[0]), None):
+            raise SettingError(f"{self._path}, row {odd} is of kind {kinds[odd - 1]}, row 1 of kind {kinds[0]}: use two files")
+        names = [_row_id(row, number) for number, row in enumerate(rows)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SettingError(f"{self._path}: two rows have the id {twice!r}; ids must differ")
+        return rows
+
+    def data_hash(self) -> str:
+        """Of the file's bytes."""
+        rows = self._rows  # what is wrong with the file is said before anything is loaded
+        return file_hash(self._path) if rows else ""
+
+    def samples(self, tokenizer: Any) -> list[Sample]:
+        """One for each row."""
+        return [self._sample(tokenizer, number, row) for number, row in enumerate(self._rows)]
+
+    def _sample(self, tokenizer: Any, number: int, row: Row) -> Sample:
+        chat, start = uses_chat(tokenizer, self.chat), str(row.get("answer_start", ""))
+        context, question = (row["prompt"], "") if "prompt" in row else (row["context"].rstrip() + "\n\n", row["question"])
+        prompt = make_prompt(tokenizer, context, question, start, chat)
+        before = start if start or chat else question or context
+        if "choices" in row:
+            choices = tuple(answer_ids(tokenizer, str(choice), before) for choice in row["choices"])
+            return Sample(_row_id(row, number), prompt, choices=choices, gold_choice=_gold_choice(row) or 0)
+        answers = _answers(row)
+        gold = answer_ids(tokenizer, answers[0], before) if answers else ()
+        return Sample(
+            id=_row_id(row, number),
+            prompt=prompt,
+            gold=gold,
+            answers=answers,
+            new_tokens=int(row.get("new_tokens") or self.new_tokens),
+        )
+
+    def grade(self, sample: Sample, output: str) -> dict[str, float]:
+        """Against the answers, where there are some; `words` counts what was written."""
+        values = {"words": float(len(output.split()))}
+        if sample.answers:
+            values["accuracy"] = contains(output, sample.answers)
+            values["exact"] = exact_match(output, sample.answers)
+            values["f1"] = token_f1(output, sample.answers)
+        return values
+
+    def metrics(self, records: Sequence[Record]) -> dict[str, Metric]:
+        """Accuracy (the output contains an answer, or the right choice is likeliest), exact match, F1; else length in words."""
+        names = ("accuracy", "exact", "f1", "accuracy_by_token", "gold_logprob")
+        chance = None
+        if self._rows and "choices" in self._rows[0]:
+            guess = sum(1 / len(row["choices"]) for row in self._rows) / len(self._rows)
+            chance = {"accuracy": guess, "accuracy_by_token": guess}
+        return mean_metrics(records, *names, chance=chance) or {"words": make_metric(records, "words", "mean", "higher")}
+
+
+def _problem(row: Row) -> str | None:
+    """What is wrong with a row, if anything."""
+    if ("prompt" in row) == ("context" in row and "question" in row):
+        return f"give either 'prompt', or 'context' and 'question'; it has: {', '.join(row)}"
+    for name in ("prompt", "context", "question"):
+        if name in row and not (isinstance(row[name], str) and row[name].strip()):
+            return f"{name!r} must be text that isn't empty"
+    if "choices" in row:
+        if not isinstance(row["choices"], list) or len(row["choices"]) < 2 or not all(str(c).strip() for c in row["choices"]):
+            return "'choices' must be a list of at least two texts"
+        if _gold_choice(row) is None:
+            return f"'answer' must be one of the choices or its number from 0 to {len(row['choices']) - 1}"
+    elif any(not answer.strip() for answer in _answers(row)):
+        return "'answer' must be text that isn't empty"
+    return None
+
+
+def _kind(row: Row) -> str:
+    return "choices" if "choices" in row else "graded" if _answers(row) else "open (no answer)"
+
+
+def _row_id(row: Row, number: int) -> str:
+    return str(row.get("id", f"row{number + 1:05d}"))
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+    given = row.get("answers", row.get("answer"))
+    if given is None:
+        return ()
+    return tuple(map(str, given)) if isinstance(given, list | tuple) else (str(given),)
+
+
+def _gold_choice(row: Row) -> int | None:
+    answer, choices = row.get("answer"), row["choices"]
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return answer if 0 <= answer < len(choices) else None
+    return choices.index(answer) if answer in choices else None

@@ -1,0 +1,122 @@
+"""Texts to read: English prose that comes with Python, a file of any usual kind, or a column of a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlab.evals.haystack import Haystack
+from kvlab.hints import did_you_mean
+from kvlab.settings import SettingError
+
+TABLES = {".csv": "read_csv", ".parquet": "read_parquet", ".jsonl": "", ".json": ""}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and the hash of the data it is from."""
+
+    text: str
+    hash: str
+
+
+def embedded_text() -> Text:
+    """Prose of Python's language reference, markup stripped. It differs between releases of Python, and so does its hash."""
+    prose = Haystack.named("prose")
+    return Text(" ".join(prose.sentences), prose.hash)
+
+
+def file_hash(path: Path) -> str:
+    """BLAKE2 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def existing_file(value: str, where: str) -> Path:
+    """The file that a setting names. Raises SettingError if there is none, or nothing in it."""
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise SettingError(f"{where}={value}: there is no such file; give a path from {Path.cwd()} or an absolute one")
+    if not path.stat().st_size:
+        raise SettingError(f"{where}={value}: the file is empty")
+    return path
+
+
+def file_text(value: str, column: str) -> Text:
+    """A .txt or .md file as it is; of a .jsonl, .json, .csv or .parquet file a column, its rows a blank line apart."""
+    path = existing_file(value, "task.file")
+    if path.suffix in TABLES:
+        text = "\n\n".join(str(row[column]) for row in table_rows(path, (column,)))
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SettingError(f"task.file={value}: no UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+    return Text(text, file_hash(path))
+
+
+def dataset_text(name: str, config: str | None, split: str, column: str) -> Text:
+    """A column of a dataset from the hub or a local folder, its rows a blank line apart, through the package `datasets`."""
+    try:
+        import datasets
+    except ImportError:
+        raise SettingError(f"task.dataset={name} needs the package datasets: pip install 'kvlab[datasets]'") from None
+    try:
+        rows: Any = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, ConnectionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise SettingError(f"task.dataset={name} can't be loaded ({reason}): correct it, or give task.file") from error
+    if column not in rows.column_names:
+        raise SettingError(f"task.dataset={name} has no column {column!r}: set task.column to one of {rows.column_names}")
+    text = "\n\n".join(str(value) for value in rows[column] if value)
+    return Text(text, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def table_rows(path: Path, needed: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Rows of a .jsonl, .json, .csv or .parquet file. Raises SettingError that names the file, the row and the lack."""
+    rows = list(_json_rows(path)) if path.suffix in (".jsonl", ".json") else _frame_rows(path)
+    if not rows:
+        raise SettingError(f"{path} has no rows")
+    for number, row in enumerate(rows, 1):
+        for column in needed:
+            if column not in row:
+                hint = did_you_mean(column, row) or f"; it has: {', '.join(map(str, row))}"
+                raise SettingError(f"{path}, row {number}: no field {column!r}{hint}")
+    return rows
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        rows = _parsed(text, f"{path}")
+        if not isinstance(rows, list):
+            raise SettingError(f"{path} holds no list of rows: give a JSON list of objects, or one object a line (.jsonl)")
+        numbered = list(enumerate(rows, 1))
+    else:
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        numbered = [(number, _parsed(line, f"{path}, row {number}")) for number, line in lines]
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise SettingError(f'{path}, row {number}: no JSON object; each row is one, such as {{"prompt": "..."}}')
+        yield row
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"{where}: no JSON ({error.msg} at column {error.colno}); correct it") from None
+
+
+def _frame_rows(path: Path) -> list[dict[str, Any]]:
+    import pandas
+
+    try:
+        frame = getattr(pandas, TABLES[path.suffix])(path)
+    except (ValueError, ImportError, OSError) as error:
+        raise SettingError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]

@@ -1,0 +1,191 @@
+"""All cells of a sweep: checked before anything is loaded, grouped by model, run one after the other, resumed, recorded.
+
+A cell that is finished is skipped, one that was interrupted goes on at its next sample, one that fails is recorded and the
+rest is run. `full` at several budgets is one cell.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+
+from kvlab.cells import Cell
+from kvlab.estimate import Estimate, estimate
+from kvlab.results import CellBusy, CellStore
+from kvlab.runner import run_cell
+from kvlab.settings import SettingError
+from kvlab.tracking import make_tracker
+from kvlab.workbench import Workbench
+
+
+class CellsFailed(Exception):
+    """Some cells of a sweep failed; all others were run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """force: run finished cells again; dry_run: say what would be run; report: called with the sweep's cells at its end."""
+
+    force: bool = False
+    dry_run: bool = False
+    report: Callable[[Sequence[Cell]], None] = lambda cells: None
+
+
+@dataclass
+class _Group:
+    """Cells of one model. `left`: those to run, with the number of samples that are missing."""
+
+    bench: Workbench
+    left: list[tuple[Cell, int]]
+
+
+def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | None]:
+    """Run every cell; the main metric of each config, in order. Raises CellsFailed at the end if any failed.
+
+    Raises ValueError before anything is loaded where a cell can't be.
+    """
+    cells = [_checked(number, configs) for number in range(len(configs))]
+    distinct = list({cell.folder: cell for cell in cells}.values())
+    groups = _groups(distinct, options.force)
+    if options.dry_run:
+        _show_plan(distinct, groups)
+        return [None] * len(cells)
+    failed = _run_groups(distinct, groups, options.force)
+    options.report(distinct)
+    if failed:
+        raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
+    return [_main_value(cell) for cell in cells]
+
+
+def _checked(number: int, configs: Sequence[DictConfig]) -> Cell:
+    try:
+        return Cell.of(_plain(configs[number]))
+    except ValueError as error:
+        raise type(error)(f"{_which(number, len(configs))}{error}") from error
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SettingError(f"the config can't be resolved: {str(error).splitlines()[0]}") from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _which(number: int, total: int) -> str:
+    return f"cell {number + 1} of {total}: " if total > 1 else ""
+
+
+def _groups(cells: Sequence[Cell], force: bool) -> list[_Group]:
+    """What is left to do, by model; each cell is checked on its model's outline."""
+    groups: dict[str, _Group] = {}
+    for number, cell in enumerate(cells):
+        store = CellStore(cell.folder)
+        if store.finished(cell.run_id) and not force:
+            continue
+        group = groups.setdefault(repr(cell.model), _Group(Workbench(cell.model), []))
+        try:
+            group.bench.check(cell)
+        except ValueError as error:
+            name = f"cell {number + 1} of {len(cells)} ({cell.label}): " if len(cells) > 1 else ""
+            raise type(error)(f"{name}{error}") from error
+        done = 0 if force else len(store.records())
+        group.left.append((cell, max(0, len(group.bench.samples(cell)) - done)))
+    return list(groups.values())
+
+
+def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) -> list[Cell]:
+    """Run what is left; the cells that failed."""
+    left = sum(len(group.left) for group in groups)
+    if skipped := len(cells) - left:
+        say(f"{skipped} of {_count(cells)} finished before (--force runs them again)")
+    failed = []
+    with tqdm(total=sum(n for group in groups for _, n in group.left), unit="sample", disable=None, leave=False) as bar:
+        number = 0
+        for group in groups:
+            say(f"model {group.bench.spec.name}: {_count(group.left)} to run")
+            for cell, _ in group.left:
+                number += 1
+                bar.set_description(f"[{number}/{left}] {cell.label}")
+                if not _run_one(cell, group.bench, force, bar.update, f"[{number}/{left}]"):
+                    failed.append(cell)
+            group.bench.release()
+    return failed
+
+
+def _run_one(cell: Cell, bench: Workbench, force: bool, progress: Callable[[int], Any], place: str) -> bool:
+    """Run one cell under its lock; whether it went well. One that another process runs is left to it."""
+    store, start = CellStore(cell.folder), time.perf_counter()
+    tracker = make_tracker(cell.tracking, cell.output_dir)
+    _say_once(tracker.notice)
+    if cell.runtime.threads:
+        torch.set_num_threads(cell.runtime.threads)
+    try:
+        with store.locked():
+            if force:
+                store.clear()
+            elif store.finished(cell.run_id):  # by another process, since this sweep began
+                return True
+            result = run_cell(cell, bench, tracker, progress)
+    except CellBusy as busy:
+        say(f"{place} {cell.label}: {busy}; left to it")
+        return True
+    seconds = time.perf_counter() - start
+    if result["status"] != "ok":
+        say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")
+        return False
+    say(f"{place} {cell.label}: {_headline(result)} ({seconds:.0f} s)")
+    return True
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    metric = result["metrics"][result["main_metric"]]
+    error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.3g}"
+    return f"{result['main_metric']} {metric['value']:.4g}{error}, kept {result['memory']['kept_fraction']:.0%}"
+
+
+def _main_value(cell: Cell) -> float | None:
+    result = CellStore(cell.folder).result() or {}
+    return result.get("metrics", {}).get(result.get("main_metric"), {}).get("value")
+
+
+def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group]) -> None:
+    """The cells of a sweep, what is left of each, and roughly what it takes."""
+    left = {cell.folder: (group.bench, n) for group in groups for cell, n in group.left}
+    total = Estimate(0, 0.0)
+    for cell in cells:
+        if cell.folder not in left:
+            print(f"finished  {cell.label}  {cell.folder}")
+            continue
+        bench, samples = left[cell.folder]
+        guess = estimate(cell, bench, samples)
+        total = Estimate(max(total.kv_bytes, guess.kv_bytes), total.seconds + guess.seconds)
+        print(f"to run    {cell.label}  {samples} samples  {guess}  {cell.folder}")
+    print(f"{_count(cells)}, {len(cells) - len(left)} finished; at most and in all {total} (rough; nothing was loaded)")
+
+
+def _count(cells: Sequence[Any]) -> str:
+    return "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
+
+
+def say(text: str) -> None:
+    """A line on stderr that leaves the progress bar whole."""
+    tqdm.write(text, file=sys.stderr)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text and text not in _said:
+        _said.add(text)
+        say(text)

@@ -1,0 +1,121 @@
+"""The results store: one folder per cell, whose path says what was run and whose hash is its identity.
+
+    <output_dir>/<name>/<model>/<task>/<protocol>/<policy>/<budget>-<hash>/
+        config.yaml     what was asked for
+        samples.jsonl   one line per finished sample; what a later attempt goes on from
+        result.json     metrics, memory, speed, provenance; written when the cell is finished or has failed
+        error.txt       the traceback of a failed cell
+
+Files appear whole or not at all; samples are appended batch by batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+import yaml  # type: ignore[import-untyped]
+
+SCHEMA = 1
+"""Layout of result.json."""
+
+Record = dict[str, Any]
+
+
+class CellBusy(ValueError):
+    """Another process runs this cell."""
+
+
+class CellStore:
+    """The folder of one cell."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.result_file, self.samples_file = folder / "result.json", folder / "samples.jsonl"
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json holds, None if there is none that can be read."""
+        try:
+            return json.loads(self.result_file.read_text())
+        except (OSError, json.JSONDecodeError):
+            return None
+
+    def finished(self, run_id: str) -> bool:
+        """Whether the cell is done, with a result of this identity."""
+        result = self.result()
+        return result is not None and result.get("status") == "ok" and result.get("run_id") == run_id
+
+    def records(self) -> list[Record]:
+        """All finished samples. What an interrupted write left behind is cut off, so that later lines stand alone."""
+        records, whole = [], 0
+        try:
+            data = self.samples_file.read_bytes()
+        except FileNotFoundError:
+            return []
+        for line in data.splitlines(keepends=True):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                records.pop()
+                break
+            whole += len(line)
+        if whole < len(data):
+            os.truncate(self.samples_file, whole)
+        return records
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add finished samples; on disk when this returns."""
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        with self.samples_file.open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Make the folder, with the config that was asked for."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+    def finish(self, result: Mapping[str, Any], traceback: str = "") -> None:
+        """Write the result, and the traceback of a failure."""
+        if traceback:
+            write_whole(self.folder / "error.txt", traceback)
+        else:
+            (self.folder / "error.txt").unlink(missing_ok=True)
+        write_whole(self.result_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+    def clear(self) -> None:
+        """Forget the cell's samples and result."""
+        for name in ("result.json", "samples.jsonl", "error.txt"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises CellBusy if another process runs this cell."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise CellBusy(f"another process runs {self.folder}") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers and later attempts see all of it or what was there before."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

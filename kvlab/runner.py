@@ -1,0 +1,233 @@
+"""One cell: attach, read batch by batch, let the task evaluate, record every sample, and sum up.
+
+Samples that an earlier attempt has finished are not repeated. Batches are the same in every attempt. What a result says comes
+from the records alone, so an interrupted cell ends with the numbers of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvlab
+from kvlab.cells import Cell
+from kvlab.evals import Record, Sample
+from kvlab.protocol import Reader, Reading, now
+from kvlab.results import SCHEMA, CellStore
+from kvlab.session import attach
+from kvlab.tracking import Tracker
+from kvlab.workbench import Workbench
+
+Progress = Callable[[int], None]
+"""Called with the number of samples just finished."""
+
+
+def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress = lambda done: None) -> dict[str, Any]:
+    """Run what is left of a cell and write its result, also where it fails. Returns the result."""
+    store = CellStore(cell.folder)
+    store.start(cell.config)
+    tracker.start(cell.summary())
+    started = time.time()
+    peak = _PeakMemory()
+    try:
+        samples = bench.samples(cell)
+        records = _finish_samples(cell, bench, store, samples, tracker, progress)
+        result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None, **_summed_up(cell, samples, records)}
+        result["memory"] |= peak.read()
+        trace = ""
+    except (KeyboardInterrupt, SystemExit):
+        tracker.abandon()
+        raise
+    except Exception as error:  # whatever a model, a task or a user's policy may raise: recorded, and the sweep goes on
+        records, trace = store.records(), traceback.format_exc()
+        result = {**cell.summary(), "schema": SCHEMA, "status": "failed", "error": _one_line(error), "metrics": {}}
+    result["provenance"] = _provenance(cell, bench, started)
+    store.finish(result, trace)
+    tracker.finish(result, records)
+    return result
+
+
+def _finish_samples(
+    cell: Cell, bench: Workbench, store: CellStore, samples: Sequence[Sample], tracker: Tracker, progress: Progress
+) -> list[Record]:
+    records = store.records()
+    done = {record["id"] for record in records}
+    for batch in batches(samples, cell.runtime.batch_size):
+        left = [sample for sample in batch if sample.id not in done]
+        if left:
+            probed = any("decode_step_s" in record["speed"] for record in records)
+            new = _evaluate(cell, bench, left, probe=not probed)
+            store.append(new)
+            records += new
+            tracker.progress(len(records), len(samples), _running_means(records))
+            progress(len(left))
+    place = {sample.id: number for number, sample in enumerate(samples)}
+    return sorted((record for record in records if record["id"] in place), key=lambda record: place[record["id"]])
+
+
+def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early."""
+    ordered = sorted(samples, key=lambda sample: -len(sample.prompt.ids))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], probe: bool) -> list[Record]:
+    """Records of a batch. What each sample is billed for memory and time is its share of the batch."""
+    model, rows = bench.model, len(batch)
+    with torch.inference_mode(), attach(model, cell.policy, cell.budget, tokenizer=bench.tokenizer) as session:
+        start = now(model)
+        torch.manual_seed(cell.seed)
+        reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
+        longest = max(sample.new_tokens for sample in batch)
+        reading = reader.read([sample.prompt for sample in batch], max_new_tokens=longest)
+        speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
+        probed_s = 0.0
+        if probe:
+            before = now(model)
+            step, policy = reader.overhead(reading)
+            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": rows}
+            probed_s = now(model) - before
+        # Rows that end early go on with the batch, so what generation holds is taken before it.
+        memory = _memory(reading) if longest else None
+        records = cell.task.evaluate(reading, batch, bench.tokenizer)
+        memory = memory or _memory(reading)
+        speed["seconds"] = (now(model) - start - probed_s) / rows
+    return [
+        {
+            "id": sample.id,
+            **record,
+            "fields": dict(sample.fields),
+            "query_aware": cell.protocol.query_aware(sample.prompt),
+            "memory": held,
+            "speed": speed,
+        }
+        for sample, record, held in zip(batch, records, memory, strict=True)
+    ]
+
+
+def _memory(reading: Reading) -> list[dict[str, float]]:
+    """What each sequence holds. The peak and the bookkeeping are known for the batch only and shared out by length."""
+    rows, peak, state = reading.memory()
+    whole = sum(row.kv_bytes_full for row in rows) or 1
+    shares = [row.kv_bytes_full / whole for row in rows]
+    return [
+        {
+            "kv_bytes": row.kv_bytes,
+            "kv_bytes_peak": round(peak * share),
+            "kv_bytes_full": row.kv_bytes_full,
+            "state_bytes": round(state * share),
+            "kept": row.kept,
+            "seen": row.seen,
+        }
+        for row, share in zip(rows, shares, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- summing up
+
+
+def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record]) -> dict[str, Any]:
+    """Metrics, memory and speed of a finished cell, from its records alone."""
+    metrics = {name: metric.as_dict() for name, metric in cell.task.metrics(records).items()}
+    main = cell.task.main_metric if cell.task.main_metric in metrics else next(iter(metrics), "")
+    names = ("kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes")
+    memory: dict[str, Any] = {name: statistics.fmean(record["memory"][name] for record in records) for name in names}
+    seen = sum(record["memory"]["seen"] for record in records)
+    memory["kept_fraction"] = sum(record["memory"]["kept"] for record in records) / seen if seen else 1.0
+    return {
+        "main_metric": main,
+        "metrics": metrics,
+        "memory": memory,
+        "speed": _speed(cell, [record["speed"] for record in records]),
+        "query_aware": any(record["query_aware"] for record in records),
+        "tokens": {"prompt": sum(len(sample.prompt.ids) for sample in samples), "samples": len(samples)},
+    }
+
+
+def _speed(cell: Cell, speeds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """prefill_s: of one prompt's share of its batch. Decoding was probed on one batch: median of a few steps."""
+    prefill_s, tokens = (sum(speed[name] for speed in speeds) for name in ("prefill_s", "prefill_tokens"))
+    probe = next((speed for speed in speeds if "decode_step_s" in speed), None)
+    return {
+        "prefill_s": prefill_s / len(speeds),
+        "prefill_tokens_per_s": tokens / prefill_s if tokens else None,
+        "decode_tokens_per_s": probe["decode_rows"] / probe["decode_step_s"] if probe else None,
+        "policy_ms_per_step": 1000 * probe["policy_step_s"] if probe else None,
+        "seconds": sum(speed["seconds"] for speed in speeds),
+        "batch_size": cell.runtime.batch_size,
+    }
+
+
+def _running_means(records: Sequence[Record]) -> dict[str, float]:
+    names = list(records[0]["values"])
+    return {name: statistics.fmean(record["values"].get(name, 0.0) for record in records) for name in names}
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0] or "no message"
+    if isinstance(error, torch.OutOfMemoryError):
+        text = "out of device memory: lower runtime.batch_size, or set runtime.prefill_chunk"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+class _PeakMemory:
+    """The most memory that the process and its device held since this was made, where the system can tell."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def read(self) -> dict[str, int | None]:
+        """Bytes; None where it can't be known."""
+        process = None
+        with contextlib.suppress(OSError, IndexError):
+            status = Path("/proc/self/status").read_text()
+            process = 1024 * int(status.split("VmHWM:")[1].split()[0])
+        device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        return {"peak_process_bytes": process, "peak_device_bytes": device}
+
+
+def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
+    device = bench.model.device if "model" in vars(bench) else torch.device("cpu")
+    return {
+        "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(timespec="seconds"),
+        "wall_s": round(time.time() - started, 2),
+        "seed": cell.seed,
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "hydra-core")},
+        "python": platform.python_version(),
+        "kvlab": kvlab.__version__,
+        "git_commit": git_commit(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
+        "dtype": str(bench.model.dtype) if "model" in vars(bench) else None,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@cache
+def git_commit() -> str | None:
+    """Commit of kvlab's own source, with '+' if it was changed since; None if kvlab isn't run from a checkout."""
+    root = Path(kvlab.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--match=-"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,89 @@
+"""One model and what cells need of it: tokenizer and outline before the weights, samples by task, checks of a cell."""
+
+from __future__ import annotations
+
+import gc
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvlab.budget import BudgetError, exact_share
+from kvlab.cells import Cell
+from kvlab.evals import Sample
+from kvlab.models import ModelSpec, load_spec
+from kvlab.outline import outline
+from kvlab.session import attach
+from kvlab.settings import SettingError
+
+
+class Workbench:
+    """A model that several cells share. The weights are loaded when they are first asked for."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._samples: dict[str, list[Sample]] = {}
+
+    @cached_property
+    def shape(self) -> tuple[PreTrainedModel, Any]:
+        """The model without its weights, and its tokenizer."""
+        return outline(self.spec)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.shape[1]
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model itself, warmed up, so that the first cell isn't charged for it."""
+        model, tokenizer = load_spec(self.spec)
+        with torch.inference_mode():
+            model(torch.tensor([[tokenizer.eos_token_id or 0] * 8], device=model.device))
+        return model
+
+    def release(self) -> None:
+        """Give the weights back."""
+        self.__dict__.pop("model", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def samples(self, cell: Cell) -> list[Sample]:
+        """The samples of a cell's task; made once for all cells that share it."""
+        if cell.comparison_id not in self._samples:
+            samples = cell.task.samples(self.tokenizer)
+            names = [sample.id for sample in samples]
+            if not samples or len(set(names)) < len(names):
+                raise SettingError(f"task {cell.task.name} must give at least one sample, and each an id of its own")
+            self._samples[cell.comparison_id] = samples
+        return self._samples[cell.comparison_id]
+
+    def check(self, cell: Cell) -> None:
+        """Whether a cell can be run on the model, as far as that is known without weights.
+
+        Raises ValueError, in one line that says what to change.
+        """
+        model, tokenizer = self.shape
+        samples = self.samples(cell)
+        self._check_context(cell, samples)
+        with attach(model, cell.policy, cell.budget, tokenizer=tokenizer) as session:
+            shortest = min(cell.protocol.known_len(sample.prompt) for sample in samples)
+            session.plan.budget.resolve([shortest], session.plan.layers, new_tokens=0)
+            if (ratio := cell.budget.ratio) is not None and cell.budget.of == "prompt":
+                tokens = max(1, int(exact_share(ratio) * shortest))
+                if tokens < session.plan.least:
+                    raise BudgetError(
+                        f"budget.ratio={ratio} holds {tokens} of the shortest prompt's {shortest} tokens, fewer than policy "
+                        f"{cell.policy.name} protects ({session.plan.protection}): raise the ratio or lower these settings"
+                    )
+
+    def _check_context(self, cell: Cell, samples: list[Sample]) -> None:
+        longest = max(samples, key=lambda sample: sample.tokens)
+        context = getattr(self.shape[0].config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if context is not None and longest.tokens > context and not cell.runtime.beyond_context:
+            raise SettingError(
+                f"sample {longest.id} needs {longest.tokens} tokens, and {self.spec.name} has a context of {context}: use "
+                "shorter prompts or fewer new tokens (runtime.beyond_context=true to try it all the same)"
+            )

@@ -1,0 +1,98 @@
+"""Every file in conf/ composes to a cell that can be; choices of the user's own are found."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from kvlab.cells import Cell
+from kvlab.compose import GROUPS, choices, run_hydra
+from kvlab.paths import conf_dir
+from kvlab.policies import policy_names
+from running import kvlab, results
+
+NEEDED = {("model", "path"): ["model.path=tiny/model"], ("task", "prompts"): ["task.file=rows.jsonl"]}
+
+
+def composed(*arguments):
+    """The configs that a command line composes to."""
+    found = []
+
+    def keep(configs):
+        found.extend(OmegaConf.to_container(config, resolve=True) for config in configs)
+        return [None] * len(configs)
+
+    run_hydra(arguments, keep)
+    return found
+
+
+def every_choice():
+    return [(group, name) for group in GROUPS if group != "launcher" for name in choices(group)]
+
+
+def test_there_is_a_folder_for_every_group_and_a_group_for_every_folder():
+    assert {path.name for path in conf_dir().iterdir() if path.is_dir()} == set(GROUPS)
+    assert set(policy_names()) <= set(choices("policy"))
+
+
+@pytest.mark.parametrize(("group", "name"), every_choice())
+def test_every_choice_makes_a_cell(group, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
+    protocol = ["protocol=prompt"] if (group, name) != ("protocol", "stream") else []
+    configs = composed(
+        f"{group}={name}" if group not in ("experiment", "debug") else f"{group}={name}",
+        *NEEDED.get((group, name), []),
+        *protocol,
+    )
+    assert configs
+    for config in configs:
+        cell = Cell.of(config)
+        assert cell.run_id and cell.folder.parts[0] == "outputs"
+        assert cell.comparison_id == Cell.of(config).comparison_id
+
+
+def test_a_sweep_is_a_product():
+    cells = [Cell.of(config) for config in composed("policy=h2o,tova", "budget.ratio=0.1,0.2,0.5", "task=passkey")]
+    assert len({cell.run_id for cell in cells}) == 6 and len({cell.comparison_id for cell in cells}) == 1
+    assert {cell.label for cell in cells} >= {"h2o 10 %, passkey", "tova 50 %, passkey"}
+
+
+def test_the_demo_is_the_sweep_that_the_readme_shows():
+    cells = {Cell.of(config).run_id: Cell.of(config) for config in composed("experiment=demo")}
+    assert len(cells) == 18  # full once a task
+    assert {cell.policy.name for cell in cells.values()} == {"full", "streaming_llm", "h2o", "snapkv", "tova"}
+    assert {cell.budget.ratio for cell in cells.values()} == {None, 0.2, 0.5}
+    perplexity = next(cell.task for cell in cells.values() if cell.task.name == "perplexity")
+    assert perplexity.windows >= 8
+    passkey = next(cell.task for cell in cells.values() if cell.task.name == "needle")
+    assert (passkey.n >= 24, passkey.lengths, passkey.haystack) == (True, (500,), "noise")
+
+
+def test_one_seed_is_everybodys():
+    (config,) = composed("seed=7", "policy=random", "task=passkey")
+    cell = Cell.of(config)
+    assert (cell.seed, cell.policy.seed, cell.task.seed) == (7, 7, 7)
+    assert cell.policy_label == "random"
+    (config,) = composed("seed=7", "policy=random", "policy.seed=3")
+    assert Cell.of(config).policy_label == "random seed=3"
+
+
+def test_your_own_config_folder_policy_and_task(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "mine/model/small.yaml": "name: small\ndescription: my own\ntiny: opt\n",
+        "mine/policy/h2o_heavy.yaml": "# More heavy hitters.\ndefaults: [h2o]\nheavy_share: 0.75\n",
+        "mine/task/short.yaml": "defaults: [perplexity]\nwindows: 2\ncontext: 24\nscored: 8\n",
+        "mine/experiment/one.yaml": "# @package _global_\ndefaults:\n  - override /task: short\nname: one\n"
+        "hydra: {sweeper: {params: {policy: 'full,h2o_heavy'}}}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code, _, err = kvlab("run", "--config-dir", "mine", "experiment=one", "model=small", "logger=none", capsys=capsys)
+    assert code == 0, err
+    found = results(tmp_path / "outputs")
+    assert {result["policy_label"] for result in found.values()} == {"full", "h2o heavy_share=0.75"}
+    assert {result["model"] for result in found.values()} == {"small"}
+    code, out, _ = kvlab("list", "policies", "--config-dir", "mine", capsys=capsys)
+    assert "h2o_heavy      More heavy hitters." in out
+    code, out, _ = kvlab("list", "experiments", "--config-dir", "mine", capsys=capsys)
+    assert [line.split()[0] for line in out.splitlines()] == ["demo", "one"]

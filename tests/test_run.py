@@ -1,0 +1,206 @@
+"""Runs and sweeps on a tiny model, through the command line: what is recorded, skipped, repeated, and what failures do."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from kvlab import load_results
+from kvlab.results import CellStore
+from running import TINY, kvlab, results, sample_lines
+
+FAULTY = """
+from dataclasses import dataclass
+from kvlab import Policy, register
+
+@register("faulty")
+@dataclass(frozen=True)
+class Faulty(Policy):
+    '''Fails when it has to decide.'''
+
+    def score(self, step):
+        raise RuntimeError("no score today\\nand a second line")
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_cell_is_recorded_with_everything_that_a_reader_needs(tmp_path):
+    assert kvlab("run", *TINY, "policy=h2o", "policy.heavy_share=0.25", "budget.ratio=0.5") == 0
+    ((path, result),) = results(tmp_path / "outputs").items()
+    assert path.startswith("debug/tiny-llama/perplexity/prompt/h2o_heavy_share=0.25/50pct-")
+    assert (result["schema"], result["status"], result["error"]) == (1, "ok", None)
+    assert path.endswith(result["run_id"][:8])
+    metric = result["metrics"]["perplexity"]
+    assert (metric["n"], metric["better"]) == (4, "lower") and metric["value"] > 1 and metric["stderr"] > 0
+    memory = result["memory"]
+    assert 0.3 < memory["kept_fraction"] < 0.5 and memory["kv_bytes"] < memory["kv_bytes_full"] / 2
+    assert memory["kv_bytes"] <= memory["kv_bytes_peak"] and memory["peak_process_bytes"] > 1e6
+    assert result["speed"]["prefill_s"] > 0 and result["speed"]["decode_tokens_per_s"] > 0
+    assert result["provenance"]["versions"]["transformers"] and result["provenance"]["dtype"] == "torch.float32"
+    assert result["query_aware"] is False and result["labels"] == []
+    config = yaml.safe_load((tmp_path / "outputs" / path / "config.yaml").read_text())
+    assert config["policy"]["heavy_share"] == 0.25 and config == result["config"]
+    records = [json.loads(line) for line in sample_lines(tmp_path / "outputs")[path]]
+    assert sorted(record["id"] for record in records) == [f"w{n:05d}" for n in range(4)]
+    assert all(set(record["values"]) >= {"nll", "tokens", "gold_logprob"} and record["trace"] for record in records)
+
+
+def test_bytes_of_a_cell_are_those_of_its_budget(tmp_path):
+    """48 tokens of which 12 may be held, and one more that comes in: 2 layers x 2 heads x (16 + 16) numbers of 4 bytes."""
+    assert kvlab("run", *TINY, "policy=tova", "budget=tokens", "budget.tokens=12") == 0
+    (result,) = results(tmp_path / "outputs").values()
+    with_slack = 13 * 2 * 2 * 32 * 4
+    assert result["memory"]["kv_bytes"] == with_slack
+    assert result["memory"]["kv_bytes_full"] == 63 * 2 * 2 * 32 * 4  # the last of 64 tokens is never read
+
+
+def test_full_at_several_budgets_is_one_cell_and_a_sweep_prints_its_table(tmp_path, capsys):
+    code, out, err = kvlab("run", "-m", *TINY, "policy=full,h2o", "budget.ratio=0.25,0.5", capsys=capsys)
+    assert code == 0, err
+    assert len(results(tmp_path / "outputs")) == 3
+    assert (
+        "[3/3]" in err
+        and sum(line.startswith("full ") for line in out.splitlines()) == 1
+        and "h2o" in out
+        and "Δ to full" in out
+    )
+
+
+def test_a_finished_cell_is_skipped_and_force_repeats_it(tmp_path, capsys):
+    command = ("run", *TINY, "policy=h2o")
+    assert kvlab(*command) == 0
+    (path,) = results(tmp_path / "outputs")
+    file = tmp_path / "outputs" / path / "result.json"
+    before = file.stat().st_mtime_ns
+    code, out, err = kvlab(*command, "runtime.batch_size=2", "runtime.prefill_chunk=7", capsys=capsys)  # not its identity
+    assert code == 0 and "1 of 1 cell finished before" in err and file.stat().st_mtime_ns == before and "perplexity" in out
+    assert kvlab(*command, "--force") == 0
+    assert file.stat().st_mtime_ns > before
+    assert len(sample_lines(tmp_path / "outputs")[path]) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "budget.ratio=0.21",
+        "policy.heavy_share=0.4",
+        "policy.num_sink=1",
+        "task.windows=3",
+        "task.scored=15",
+        "runtime.dtype=bfloat16",
+        "model=tiny-opt",
+        "protocol=stream",
+        "protocol.hold_back=3",
+        "policy=tova",
+        "name=other",
+    ],
+)
+def test_whatever_changes_numbers_changes_the_path(tmp_path, change):
+    assert kvlab("run", *TINY, "policy=h2o", "--no-table") == 0
+    assert kvlab("run", *TINY, *([] if change.startswith("policy=") else ["policy=h2o"]), change, "--no-table") == 0
+    assert len(results(tmp_path / "outputs")) == 2
+
+
+def test_other_text_is_another_cell_and_a_moved_file_is_not(tmp_path):
+    text = "It was a dark night. The wind blew over the hills and nobody slept well. " * 20
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text)
+    for name in ("a", "b"):
+        assert kvlab("run", *TINY, f"task.file={name}.txt") == 0
+    assert len(results(tmp_path / "outputs")) == 1
+    (tmp_path / "b.txt").write_text(text.replace("dark", "wild"))
+    assert kvlab("run", *TINY, "task.file=b.txt") == 0
+    assert len(results(tmp_path / "outputs")) == 2
+
+
+def test_batch_size_changes_no_number(tmp_path):
+    for size in (1, 3):
+        sweep = ("run", "-m", *TINY, "policy=h2o,random,snapkv", "policy.recent_window=0", f"runtime.batch_size={size}")
+        assert kvlab(*sweep, f"output_dir=out{size}", "budget.ratio=0.7") == 0
+    one, three = results(tmp_path / "out1"), results(tmp_path / "out3")
+    assert one.keys() == three.keys() and len(one) == 3
+    for path in one:
+        assert one[path]["metrics"]["perplexity"]["value"] == pytest.approx(
+            three[path]["metrics"]["perplexity"]["value"], rel=1e-4
+        )
+        assert one[path]["memory"]["kv_bytes"] == three[path]["memory"]["kv_bytes"]
+
+
+def test_a_failing_cell_is_recorded_and_the_rest_is_run(tmp_path, capsys):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    sweep = ("run", "-m", *TINY, "policy=faulty,full,h2o", "--import", "faulty.py")
+    code, out, err = kvlab(*sweep, capsys=capsys)
+    assert code == 1
+    assert "FAILED" in err and err.strip().splitlines()[-1].startswith("kvlab: 1 of 3 cells failed")
+    found = {result["policy"]: (path, result) for path, result in results(tmp_path / "outputs").items()}
+    assert {name: result["status"] for name, (_, result) in found.items()} == {"faulty": "failed", "full": "ok", "h2o": "ok"}
+    path, result = found["faulty"]
+    assert result["error"] == "RuntimeError: no score today"
+    assert "faulty.py" in (tmp_path / "outputs" / path / "error.txt").read_text()
+    assert "failed" in out
+    (tmp_path / "faulty.py").write_text(
+        FAULTY.replace('raise RuntimeError("no score today\\nand a second line")', "return step.positions.float()")
+    )
+    import sys
+
+    sys.modules.pop("faulty")
+    assert kvlab(*sweep) == 0
+    assert all(result["status"] == "ok" for result in results(tmp_path / "outputs").values())
+    assert not list((tmp_path / "outputs").rglob("error.txt"))
+
+
+def test_a_dry_run_shows_the_plan_loads_nothing_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    assert kvlab("run", *TINY, "policy=full", "--no-table") == 0
+    before = sorted((tmp_path / "outputs").rglob("*"))
+    monkeypatch.setattr("kvlab.workbench.load_spec", lambda spec: pytest.fail("loads a model"))
+    code, out, err = kvlab("run", "-m", *TINY, "policy=full,h2o", "budget.ratio=0.2,0.5", "--dry-run", capsys=capsys)
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["finished", "to", "to"]
+    assert "4 samples" in out and "MB KV" in out and "3 cells, 1 finished" in out
+    assert sorted((tmp_path / "outputs").rglob("*")) == before
+
+
+def test_the_composed_config_can_be_seen(tmp_path, capsys):
+    code, out, _ = kvlab("run", "--cfg", "job", "policy=h2o", "task=passkey", capsys=capsys)
+    config = yaml.safe_load(out)
+    assert code == 0 and config["policy"]["heavy_share"] == 0.5 and config["task"]["kind"] == "passkey"
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_results_come_as_a_frame(tmp_path):
+    assert kvlab("run", "-m", *TINY, "policy=full,h2o") == 0
+    frame = load_results(tmp_path / "outputs")
+    assert set(frame[frame.metric == "perplexity"].policy) == {"full", "h2o"}
+    assert (frame[frame.policy == "h2o"].kept_fraction < 0.5).all()
+    assert frame[frame.policy == "h2o"].ratio.unique().tolist() == [0.2]
+
+
+@pytest.mark.parametrize("protocol", ["prompt", "stream", "chunked"])
+@pytest.mark.parametrize("kind", ["passkey", "multiquery", "variables", "common_words", "frequent_words", "key_value"])
+def test_every_kind_of_needle_runs_under_every_protocol(tmp_path, protocol, kind):
+    grid = ["task.lengths=[700]", "task.depths=[0.2,0.8]", "task.n=2", "task.new_tokens=4", "task.needles=1"]
+    common = ["model=tiny-llama", "logger=none", f"task.kind={kind}", f"protocol={protocol}", "runtime.threads=1"]
+    assert kvlab("run", "task=needle", *grid, *common, "policy=streaming_llm", "budget.ratio=0.1", "--no-table") == 0
+    (result,) = results(tmp_path / "outputs").values()
+    assert result["task"] == kind and result["metrics"]["accuracy"]["n"] == 2
+    assert result["metrics"]["gold_logprob"]["value"] < 0
+    assert 0.09 < result["memory"]["kept_fraction"] < 0.11
+
+
+def test_two_processes_do_not_run_one_cell_at_once(tmp_path, capsys):
+    assert kvlab("run", *TINY, "policy=h2o", "--no-table") == 0
+    (path,) = results(tmp_path / "outputs")
+    store = CellStore(tmp_path / "outputs" / path)
+    store.clear()
+    with store.locked():
+        code, _, err = kvlab("run", *TINY, "policy=h2o", "--no-table", capsys=capsys)
+    assert code == 0 and "another process" in err and not store.result_file.exists()

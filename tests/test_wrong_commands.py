@@ -1,0 +1,142 @@
+"""Command lines that can't be: one line that says what to change, exit code 2, and no model loaded."""
+
+import pytest
+
+from running import kvlab
+
+FILES = {
+    "empty.txt": "",
+    "short.txt": "Only a few words.",
+    "binary.txt": b"\xff\xfe\x00caf\xe9",
+    "no_prompt.jsonl": '{"prompt": "What is this?"}\n{"promt": "And this?"}\n',
+    "broken.jsonl": '{"prompt": "What is this?"}\n{"prompt": "And\n',
+    "no_object.jsonl": '"just text"\n',
+    "no_list.json": '{"prompt": "one"}',
+    "twice.jsonl": '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}\n',
+    "choice.jsonl": '{"prompt": "a", "choices": ["x", "y"], "answer": 2}\n',
+    "mixed.jsonl": '{"prompt": "a", "answer": "x"}\n{"prompt": "b"}\n',
+    "blank.jsonl": '{"prompt": "  "}\n',
+    "long.jsonl": '{"prompt": "' + "word " * 2000 + '"}\n',
+    "column.csv": "title,body\na,b\n",
+    "model/broken.yaml": "name: broken\npath: nowhere/at-all/here\n",
+}
+
+CASES = {
+    # typos
+    "setting": (["polcy=h2o"], "polcy: there is no such setting (did you mean policy?)"),
+    "policy": (["policy=h2"], "policy=h2: there is no such choice (did you mean h2o?)"),
+    "task": (["task=perplexty"], "did you mean perplexity"),
+    "model": (["model=smollm"], "did you mean smollm2-135m"),
+    "protocol": (["protocol=steam"], "did you mean stream"),
+    "codec": (["codec=kivi2"], "codec=kivi2: there is no such choice; choices: none"),
+    "setting of a policy": (["policy=h2o", "policy.hevy_share=0.3"], "did you mean heavy_share"),
+    "setting of a task": (["task.window=3"], "did you mean windows"),
+    "setting of the runtime": (["runtime.bach_size=3"], "did you mean batch_size"),
+    "setting of another policy": (["policy=full,h2o", "policy.heavy_share=0.3"], "no setting 'heavy_share'"),
+    "new key": (["+foo=1"], "foo: there is no such setting"),
+    "new key of a policy": (["policy=h2o", "+policy.foo=1"], "policy h2o has no setting 'foo'"),
+    "no value": (["policy"], "policy: not of the form KEY=VALUE"),
+    "unbalanced": (["task.lengths=[1"], "not of the form KEY=VALUE"),
+    "command": (["--dryrun"], "--dryrun"),
+    # wrong types and values
+    "text for a number": (["task.windows=many"], "task.windows='many': use a whole number"),
+    "negative": (["task.windows=-1"], "task.windows=-1: use a whole number of at least 0"),
+    "zero batch": (["runtime.batch_size=0"], "runtime.batch_size=0: use at least 1"),
+    "number for a list": (["task=needle", "task.lengths=500"], "task.lengths=500: use a list, such as [1,2]"),
+    "unknown kind": (["task=needle", "task.kind=passky"], "did you mean passkey"),
+    "depth": (["task=needle", "task.depths=[1.5]", "model=tiny-llama"], "depth"),
+    "dtype": (["runtime.dtype=float8"], "float8"),
+    "device": (["runtime.device=cuda:99"], "cuda:99"),
+    "seed": (["seed=-1"], "seed=-1: use a whole number"),
+    "name": (["name=../up"], "name='../up'"),
+    "logger": (["logger=wandb", "logger.mode=sometimes"], "logger.mode='sometimes': use one of auto, online, offline"),
+    "share": (["policy=h2o", "policy.heavy_share=2"], "heavy_share=2"),
+    # budgets
+    "ratio 0": (["budget.ratio=0"], "budget.ratio=0.0: use a number above 0 and at most 1"),
+    "ratio 1.5": (["policy=h2o", "budget.ratio=1.5"], "budget.ratio=1.5: use a number above 0 and at most 1"),
+    "tokens without their group": (["budget.tokens=64"], "budget=tokens budget.tokens=64"),
+    "no tokens": (["budget=tokens", "budget.tokens=0"], "budget.tokens=0: use a whole number of at least 1"),
+    "fewer than sinks": (
+        ["policy=streaming_llm", "policy.num_sink=8", "policy.recent_window=8", "budget=tokens", "budget.tokens=15"],
+        "the budget holds 15 tokens per head, fewer than streaming_llm protects (num_sink=8, recent_window=8)",
+    ),
+    "ratio below sinks": (["policy=streaming_llm", "budget.ratio=0.05"], "holds 2 of the shortest prompt's 48 tokens"),
+    "bytes below a token": (["policy=h2o", "budget=bytes", "budget.bytes=99"], "one token in every layer takes 512 bytes"),
+    # combinations
+    "prompt end under stream": (["policy=snapkv", "protocol=stream"], "protocol=prompt"),
+    "rolling without rotation": (["policy=streaming_llm", "policy.rolling=true", "model=tiny-opt"], "rolling=false"),
+    "nothing held back": (["protocol.hold_back=0"], "protocol.hold_back=0: use at least 1"),
+    "chat without a template": (["task=passkey", "task.chat=true"], "no chat template"),
+    # data
+    "missing file": (["task.file=gone.txt"], "task.file=gone.txt: there is no such file"),
+    "empty file": (["task.file=empty.txt"], "the file is empty"),
+    "short file": (["task.file=short.txt"], "fewer than a window of 64"),
+    "no text": (["task.file=binary.txt"], "no UTF-8 text"),
+    "no column": (["task.file=column.csv"], "column.csv, row 1: no field 'text'"),
+    "no file given": (["task=prompts"], "task.file must be given"),
+    "missing field": (["task=prompts", "task.file=no_prompt.jsonl"], "no_prompt.jsonl, row 2: give either 'prompt'"),
+    "broken row": (["task=prompts", "task.file=broken.jsonl"], "broken.jsonl, row 2: no JSON"),
+    "row that is no object": (["task=prompts", "task.file=no_object.jsonl"], "no_object.jsonl, row 1: no JSON object"),
+    "no list": (["task=prompts", "task.file=no_list.json"], "holds no list of rows"),
+    "same id": (["task=prompts", "task.file=twice.jsonl"], "two rows have the id 'x'"),
+    "wrong choice": (["task=prompts", "task.file=choice.jsonl"], "row 1: 'answer' must be one of the choices"),
+    "mixed rows": (["task=prompts", "task.file=mixed.jsonl"], "row 2 is of kind open"),
+    "blank prompt": (["task=prompts", "task.file=blank.jsonl"], "row 1: 'prompt' must be text"),
+    "prompt too long": (["task=prompts", "task.file=long.jsonl"], "has a context of"),
+    "needle too long": (["task=passkey", "task.lengths=[50000]"], "has a context of"),
+    "needle too short": (["task=passkey", "task.lengths=[20]"], "too short"),
+    "no such folder": (
+        ["task=needle", "task.haystack=folder", "task.folder=gone"],
+        "task.folder=gone: there is no such folder",
+    ),
+    # models, modules, folders
+    "no path": (["model=path"], "model.path must be given"),
+    "no such model folder": (["model=path", "model.path=./gone"], "gone"),
+    "config dir": (["--config-dir", "gone"], "--config-dir gone: there is no such folder"),
+    "module": (["--import", "no_such_module"], "no_such_module"),
+}
+
+
+@pytest.fixture
+def no_model(monkeypatch, tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvlab.workbench.load_spec", lambda spec: pytest.fail("loads a model"))
+    monkeypatch.setattr("kvlab.outline.embedded.fetch_embedded", lambda: pytest.fail("fetches a model"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
+    arguments, says = CASES[case]
+    settles = any(argument.startswith("model=") for argument in arguments)
+    task = [] if any(a.startswith("task=") for a in arguments) else ["task.context=48", "task.scored=16"]
+    # What can be known without a model comes first, so the cases on models and data use one that is made here.
+    base = [] if settles or case == "model" else ["model=tiny-llama"]
+    code, out, err = kvlab("run", "logger=none" if "logger" not in case else "name=x", *base, *task, *arguments, capsys=capsys)
+    lines = err.strip().splitlines()
+    assert code == 2, (code, out, err)
+    assert says in lines[-1] and (len(lines) == 1 or lines[0].startswith("usage:")), err
+    assert out == "" and not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["table", "nothing/here"], "nothing/here"),
+        (["table", "--format", "pdf"], "pdf"),
+        (["table", "--wher"], "--wher"),
+        (["list", "polices"], "polices"),
+        (["runn"], "runn"),
+    ],
+)
+def test_other_wrong_commands(arguments, says, no_model, capsys):
+    code, out, err = kvlab(*arguments, capsys=capsys)
+    assert code == 2 and says in err.strip().splitlines()[-1] and out == ""
+
+
+def test_in_a_sweep_the_cell_is_named(no_model, capsys):
+    sweep = ["run", "-m", "model=tiny-llama", "logger=none", "policy=h2o,streaming_llm", "budget.ratio=0.5,0.01"]
+    code, _, err = kvlab(*sweep, "task.context=48", "task.scored=16", capsys=capsys)
+    assert code == 2 and err.startswith("kvlab: cell 4 of 4 (streaming_llm 1 %, perplexity): budget.ratio=0.01 holds 1 of")
