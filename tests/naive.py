@@ -29,7 +29,7 @@ import numpy as np
 DEAD, NORMAL, RECENT, SPECIAL, SINK = 0, 1, 2, 3, 4
 
 COMMON_SETTINGS = {"num_sink": 0, "recent_window": 0, "keep_special": False, "rolling": False}
-SNAP_SETTINGS = {"obs_window": 32, "kernel": 7, "pool": "max", "group": "mean", "after_prompt": "fifo"}
+SNAP_SETTINGS = {"obs_window": 32, "kernel": 7, "pool": "max", "group": "mean", "after_prompt": "rank"}
 POLICY_SETTINGS: dict[str, dict] = {
     "full": {},
     "streaming_llm": {"num_sink": 4},
@@ -101,6 +101,7 @@ class State:
 
     held: list[list[int]]  # sorted positions in the cache
     mass: list[Weights]  # attention received so far by each held position
+    rank: list[Weights] = field(default_factory=list)  # snapkv family: scores of the last prompt's end, of what was unprotected
     head_budgets: list[int] | None = None  # adakv: set at a prompt's end, used by the steps that follow
     kept: list = field(default_factory=list)
     read: list = field(default_factory=list)
@@ -273,8 +274,8 @@ def policy_scores(case: Case, state: State, kv_head: int, t: int, kind: str, seg
         return {j: tova_score(segment_weights[-1], j) for j in held}
     if case.policy == "knorm":
         return {j: -to_14_bits(math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j]))) for j in held}
-    if kind == "step":  # the snapkv family looks at attention at a prompt's end; then the newest unprotected token goes
-        return {j: -float(j) for j in held}
+    if kind == "step":  # the snapkv family looks at attention at a prompt's end; what wasn't scored there goes last
+        return {j: state.rank[kv_head].get(j, math.inf) for j in held}
     return snap_scores(case, held, kv_head, t, segment_weights)
 
 
@@ -401,6 +402,8 @@ def decide(case: Case, state: State, segment: Segment, t: int, segment_weights: 
         recent = protected_recent(case, budgets[kv_head])
         ranks.append([rank_token(case, j, t, recent, scores[j]) for j in state.held[kv_head]])
 
+    if case.policy in SNAP_FAMILY and segment.kind == "prompt":
+        state.rank = [{j: score for tier, score, j in head if tier == NORMAL} for head in ranks]
     if case.policy == "adakv" and segment.kind == "prompt":
         state.head_budgets = adakv_budgets(case, ranks, budgets[0])
         budgets = [capped_by_window(case, head_budget) for head_budget in state.head_budgets]
@@ -471,6 +474,7 @@ def replay(
     scaling = dim**-0.5 if scaling is None else scaling
     case = Case(q, k, v, policy, complete, scaling, window, softcap, sinks, layer_idx, seed, sample_id, special, rotate)
     state = State(held=[[] for _ in range(case.num_kv_heads)], mass=[{} for _ in range(case.num_kv_heads)])
+    state.rank = [{} for _ in range(case.num_kv_heads)]
     out = np.zeros((num_heads, length, v.shape[2]))
     start = 0
     for segment in segments:

@@ -502,7 +502,7 @@ def test_policy(policy, script, group, dtype):
     check(case, dtype)
 
 
-@pytest.mark.parametrize("after_prompt", ["fifo", "grow"])
+@pytest.mark.parametrize("after_prompt", ["rank", "grow"])
 @pytest.mark.parametrize("policy", SNAPS)
 def test_prompt_end_policies_refuse_streams(policy, after_prompt):
     with pytest.raises(ValueError, match="prompt's end"):
@@ -517,7 +517,7 @@ def test_stream_in_one_call_and_after_a_prompt(policy):
 
 
 @pytest.mark.parametrize("policy", SNAPS)
-@pytest.mark.parametrize("after_prompt", ["fifo", "grow"])
+@pytest.mark.parametrize("after_prompt", ["rank", "grow"])
 def test_multi_token_steps_after_a_prompt(policy, after_prompt):
     check(make_case(policy, (*prompt(25), *stream(14), *steps(2), *prompt(6), *stream(7)), 9, {"after_prompt": after_prompt}))
 
@@ -665,7 +665,7 @@ def test_padded_streams(policy, script, budget):
 
 
 @pytest.mark.parametrize("policy", SNAPS)
-@pytest.mark.parametrize("after_prompt", ["fifo", "grow"])
+@pytest.mark.parametrize("after_prompt", ["rank", "grow"])
 def test_padded_steps_after_prompts(policy, after_prompt):
     script = (*prompt(20, 13, 17), *gappy_stream(3, 3, 9), *prompt(6, 9, 3), *gappy_stream(4, 3, 6))
     for budget in ({"ratio": 0.5}, {"tokens": 8}):
@@ -686,7 +686,7 @@ def test_padded_with_window_softcap_and_sinks(policy):
 
 
 @pytest.mark.parametrize("budget", [{"ratio": 0.5}, {"tokens": 8}], ids=["ratio", "tokens"])
-@pytest.mark.parametrize("settings", [{}, {"after_prompt": "grow"}], ids=["fifo", "grow"])
+@pytest.mark.parametrize("settings", [{}, {"after_prompt": "grow"}], ids=["rank", "grow"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turn_that_has_nothing_for_a_row(policy, settings, budget):
     """Such a turn changes nothing for that row."""
@@ -836,7 +836,7 @@ def test_pooling(policy, kernel, pool):
     check(make_case(policy, TURNS, 9, {"kernel": kernel, "pool": pool}))
 
 
-@pytest.mark.parametrize("after_prompt", ["fifo", "grow"])
+@pytest.mark.parametrize("after_prompt", ["rank", "grow"])
 @pytest.mark.parametrize("policy", SNAPS)
 def test_after_prompt(policy, after_prompt):
     for window in (None, 7, 14):
@@ -1004,7 +1004,7 @@ def test_ties_at_zero_go_to_the_newer_token(policy, dtype):
             extra = {"group": group} if group else {}
             driver = check(make_case(policy, script, 9, {**settings, **extra}, inputs="one_focus"), dtype)
             length = sum(driver.case.lengths)
-            first = [] if policy in SNAPS else [0]  # after the prompt's end the snapkv family forgets the oldest
+            first = [] if policy in SNAPS else [0]  # all are recent to the snapkv family: the oldest leave
             assert driver.kept()[0] == [[*first, *range(length - 9 + len(first), length)]] * 2
 
 
@@ -1055,7 +1055,7 @@ def random_case(number):
     settings = {"num_sink": pick(0, 0, 1, 3), "recent_window": pick(0, 0, 2, 5), "keep_special": chance(0.25)}
     if policy in SNAPS:
         settings |= {"obs_window": pick(1, 2, 5), "kernel": pick(1, 3, 7), "pool": pick("max", "avg")}
-        settings |= {"group": pick("mean", "max", "sum", "first"), "after_prompt": pick("fifo", "fifo", "grow")}
+        settings |= {"group": pick("mean", "max", "sum", "first"), "after_prompt": pick("rank", "rank", "grow")}
     if policy == "h2o":
         settings |= {"heavy_share": pick(0.0, 0.25, 0.5, 0.8, 1.0), "group": pick("mean", "max", "sum", "first")}
     if policy == "adakv":

@@ -262,7 +262,7 @@ def test_defaults_of_the_papers():
     assert make_policy("h2o").heavy_share == 0.5
     for name in SNAPS:
         policy = make_policy(name)
-        assert (policy.obs_window, policy.kernel, policy.pool, policy.after_prompt) == (32, 7, "max", "fifo")
+        assert (policy.obs_window, policy.kernel, policy.pool, policy.after_prompt) == (32, 7, "max", "rank")
     assert make_policy("pyramidkv").beta == 20 and make_policy("adakv").alpha == 0.2
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlab import selection
 from kvlab.kernels.reference import merge_group
-from kvlab.policies.base import Policy, PolicyError
+from kvlab.policies.base import RANK, Policy, PolicyError
 from kvlab.shapes import Scores, Step, Tiers
 
 
@@ -20,7 +20,7 @@ def judge(policy: Policy, step: Step, window: int | None, special_ids: Tensor | 
         step.positions, step.now, num_sink=policy.num_sink, recent=step.recent, special=special, window=window
     )
     if policy.when == "prompt_end" and not step.prompt_end:
-        return -step.positions.float(), tiers  # what the prompt's end chose stays; the token that leaves the recent ones goes
+        return step.state.get(RANK, step.positions.float()), tiers
     scores = policy.score(step)
     if scores.shape != step.positions.shape:
         found, wanted = tuple(scores.shape), tuple(step.positions.shape)

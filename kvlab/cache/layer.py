@@ -20,8 +20,8 @@ from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.cache.store import SlotStore, View
 from kvlab.kernels import reference
 from kvlab.kernels.reference import AttentionRule, accumulate_type, merge_group
-from kvlab.policies.base import Policy
-from kvlab.shapes import Arrival, Keys, Outputs, Queries, Step
+from kvlab.policies.base import RANK, Policy
+from kvlab.shapes import Arrival, Keys, Outputs, Queries, Scores, Step, Tiers
 
 if TYPE_CHECKING:
     from kvlab.cache.kv_cache import KVCache
@@ -160,6 +160,8 @@ class KVLayer(CacheLayerMixin):
             kinds["mass"] = (accumulate_type(key), ())
         if self.cache.needs_token_ids:
             kinds["token_ids"] = (torch.int32, ())
+        if self.policy.ranks_after_prompt:
+            kinds[RANK] = (accumulate_type(key), ())
         return kinds | {name: (kind.dtype, kind.shape) for name, kind in self.policy.state.items()}
 
     def _arriving_state(self, arrival: Arrival, call: Call) -> dict[str, Tensor]:
@@ -167,6 +169,8 @@ class KVLayer(CacheLayerMixin):
         state = dict(self.policy.arrive(arrival))
         if call.token_ids is not None:
             state["token_ids"] = call.token_ids[:, None]
+        if self.policy.ranks_after_prompt:
+            state[RANK] = torch.full((1, 1, 1), float("inf"), device=arrival.keys.device)
         return state
 
     # ------------------------------------------------------------------------------------------------- turns
@@ -206,7 +210,9 @@ class KVLayer(CacheLayerMixin):
         came = (self.row_seen > self.turn_start)[:, None]  # a row that got pads only is left as it is
         before = self.limit if self.limit is not None else self._unlimited()
         self._set_limit(np.where(came, self._limit_from(self.cache.budgets(self.row_seen)), before))
-        if (came & (self.store.lengths > self.limit)).any():
+        assert self.limit is not None
+        ranks = self.policy.ranks_after_prompt and bool((self.limit < UNLIMITED).any())
+        if (came & (ranks | (self.store.lengths > self.limit))).any():
             self._decide_turn(came, before)
         if not self.policy.holds_budget_after_prompt:
             self._set_limit(np.where(came, self._cap(self._unlimited()), before))
@@ -277,10 +283,19 @@ class KVLayer(CacheLayerMixin):
         now = torch.from_numpy(self.row_seen - 1).to(view.positions.device)
         step = self._step(view, queries, query_positions, now, attention, None, prompt_end=True)
         scores, tiers = judge(self.policy, step, self.rule.window, self.cache.special_ids(view.positions.device))
+        if self.policy.ranks_after_prompt:
+            self._remember_rank(scores, tiers, came, view)
         split = self._cap(self.policy.head_budget(step, scores, tiers).cpu().numpy())
         self._set_limit(np.where(came, split, before))
-        budget = torch.from_numpy(np.where(came, split, store.lengths)).to(view.positions.device)
-        store.keep(selection.select(scores, step.positions, tiers, budget), view, self._room())
+        if (came & (store.lengths > split)).any():
+            budget = torch.from_numpy(np.where(came, split, store.lengths)).to(view.positions.device)
+            store.keep(selection.select(scores, step.positions, tiers, budget), view, self._room())
+
+    def _remember_rank(self, scores: Scores, tiers: Tiers, came: np.ndarray, view: View) -> None:
+        """Scores of a turn's end, which decide what leaves until the next one; protected tokens weren't scored."""
+        rank = scores.to(view.state[RANK].dtype).masked_fill(tiers >= selection.RECENT, float("inf"))
+        fresh = torch.from_numpy(came).to(rank.device)[..., None]
+        self._held.write_state(RANK, torch.where(fresh, rank, view.state[RANK]), view)
 
     def _decide_step(
         self, queries: Queries, call: Call, view: View, attention: Tensor | None, arriving: Arrival | None

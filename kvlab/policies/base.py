@@ -27,6 +27,8 @@ Group = Literal["mean", "max", "sum", "first"]
 
 
 NEEDS = frozenset({"mass", "attention", "token_ids"})
+RANK = "rank"
+"""State in which the cache remembers scores after a turn's end; infinite for tokens that weren't scored."""
 
 
 class PolicyError(ValueError):
@@ -61,8 +63,8 @@ class Policy:
     evicts: ClassVar[bool] = True
     """False for a policy that holds everything, whatever the budget."""
     when: ClassVar[Literal["every_step", "prompt_end"]] = "every_step"
-    """`prompt_end`: decides at the end of each turn only; in between, what it chose stays and tokens that leave
-    the recent window go."""
+    """`prompt_end`: decides at the end of each turn only. In between the cache remembers the scores of that decision: the token
+    with the lowest leaves, and when none is left that was scored, the oldest unprotected one."""
     phase: ClassVar[Literal["after_attention", "before_attention"]] = "after_attention"
     """`after_attention`: reads up to B + 1 tokens, then drops to B. `before_attention`: makes room first, reads up to B."""
     coupling: ClassVar[Literal["head", "layer"]] = "head"
@@ -111,7 +113,12 @@ class Policy:
     @property
     def holds_budget_after_prompt(self) -> bool:
         """False where decoded tokens are all kept (`after_prompt=grow`), as some papers publish it."""
-        return getattr(self, "after_prompt", "fifo") == "fifo"
+        return getattr(self, "after_prompt", "rank") != "grow"
+
+    @property
+    def ranks_after_prompt(self) -> bool:
+        """Whether the scores of a turn's end go on to decide what leaves."""
+        return self.evicts and self.when == "prompt_end" and self.holds_budget_after_prompt
 
 
 _REGISTRY: dict[str, type[Policy]] = {}
@@ -129,7 +136,7 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
             raise PolicyError(f"policy {name!r}: put @dataclass(frozen=True) below @register({name!r})")
         if unknown := cls.needs - NEEDS:
             raise PolicyError(f"policy {name!r} needs {', '.join(unknown)}; what there is: {', '.join(sorted(NEEDS))}")
-        if taken := NEEDS & set(cls.state):
+        if taken := (NEEDS | {RANK}) & set(cls.state):
             raise PolicyError(f"policy {name!r}: state {', '.join(taken)} is a name of kvlab's own; choose another")
         cls.name = name
         _REGISTRY[name] = cls

@@ -19,8 +19,8 @@ class SnapKV(Policy):
     obs_window    how many last queries vote; their own tokens are kept
     kernel, pool  pooling of the votes along positions (the released LongBench settings: 7, max)
     group         how a KV head's query heads merge, per query
-    after_prompt  `fifo`: what the votes chose stays, and decoded tokens pass through the window of the last `obs_window`
-                  tokens, first in, first out, so the budget holds;
+    after_prompt  `rank`: at each decode step the token with the fewest votes leaves, so the budget holds and the tokens with
+                  the most votes stay longest;
                   `grow`: decoded tokens are all kept, as published
     """
 
@@ -28,7 +28,7 @@ class SnapKV(Policy):
     kernel: int = 7
     pool: Literal["max", "avg"] = "max"
     group: Group = "mean"
-    after_prompt: Literal["fifo", "grow"] = "fifo"
+    after_prompt: Literal["rank", "grow"] = "rank"
 
     when: ClassVar[Literal["every_step", "prompt_end"]] = "prompt_end"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
