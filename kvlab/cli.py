@@ -157,7 +157,8 @@ def _report(cells: Sequence[Cell]) -> None:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from kvlab.render import breakdown, render
+    from kvlab.breakdown import breakdown
+    from kvlab.render import render
     from kvlab.tables import compare
 
     items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where)

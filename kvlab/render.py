@@ -1,4 +1,4 @@
-"""Comparisons as Markdown, LaTeX, CSV and plain text; and their breakdown by sample fields.
+"""Comparisons and their breakdowns as Markdown, LaTeX, CSV and plain text.
 
 Rows stay in the order they come in and none is set off: what a reader may conclude is said by the intervals.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+from kvlab.breakdown import Breakdown
 from kvlab.hints import did_you_mean
-from kvlab.metrics import Difference, make_metric
-from kvlab.tables import Cell, Comparison, Row, Samples, Where, better_of, main_metric, read_groups, samples_of
+from kvlab.metrics import Difference
+from kvlab.tables import Comparison, Row, error_of, one_line
 
 FORMATS = ("md", "csv", "latex", "text")
 NOISE = "≈: the 95 % interval contains 0, so the difference is within noise"
@@ -29,22 +28,6 @@ _LATEX = {
     **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},
     **{"Δ": r"$\Delta$", "±": r"$\pm$", "≈": r"$\approx$", "×": r"$\times$", "·": r"$\cdot$", "–": "--", "…": r"\ldots{}"},
 }
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """A comparison's metric by sample fields: the last field's values are `columns`, the other fields' belong to the rows.
-
-    rows  (facts of the cell, values of the fields but the last, {value of the last field: (value, stderr, n)})
-    """
-
-    title: str
-    metric: str
-    better: str
-    by: Sequence[str]
-    columns: Sequence[Any]
-    rows: Sequence[tuple[Mapping[str, Any], tuple[Any, ...], Mapping[Any, tuple[float, float | None, int]]]]
-    warnings: list[str] = field(default_factory=list)
 
 
 class _Sheet(NamedTuple):
@@ -70,66 +53,6 @@ def render(items: Sequence[Comparison | Breakdown], fmt: str = "md") -> str:
         return _csv([record for item in items for record in _records(item)])
     write = {"md": _markdown, "latex": _latex, "text": _text}[fmt]
     return "\n\n".join(write(_comparison_sheet(i) if isinstance(i, Comparison) else _breakdown_sheet(i)) for i in items)
-
-
-def breakdown(where: Where, by: str | Sequence[str]) -> list[Breakdown]:
-    """The main metric by sample fields, such as `["depth", "length"]`, for each comparison and cell.
-
-    Raises ValueError if there are no results, or if no sample has such a field.
-    """
-    by = [by] if isinstance(by, str) else list(by)
-    if not by:
-        raise ValueError("breakdown by no fields: give at least one, such as 'length'")
-    groups, titles, skipped = read_groups(where)
-    known: set[str] = set()
-    found = [_break_down(titles[key], cells, by, known) for key, cells in groups.items()]
-    for name in by:
-        if name not in known:
-            there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"samples have no field {name!r}{did_you_mean(name, known)}; there are: {there}")
-    found[-1].warnings.extend(skipped)
-    return found
-
-
-def _break_down(title: str, cells: Sequence[Cell], by: Sequence[str], known: set[str]) -> Breakdown:
-    """Metric over the samples of each combination of field values; adds the fields there are to `known`."""
-    name, warnings = main_metric(cells), [f"{c.about}: failed: {_error(c.facts)}" for c in cells if not c.ok]
-    rows: list[Any] = []
-    for cell in (cell for cell in cells if cell.ok):
-        samples = samples_of(cell, warnings)
-        known.update(chain.from_iterable(sample.get("fields") or {} for sample in samples.values()))
-        try:
-            places = _places(cell.metric(name), samples, by)
-        except ValueError as error:
-            warnings.append(f"{cell.about}: {error}")
-            continue
-        rows += [(cell.facts, keys, found) for keys, found in places.items()]
-        placed = sum(n for found in places.values() for _, _, n in found.values())
-        if placed < len(samples):
-            warnings.append(f"{cell.about}: {len(samples) - placed} samples without {' or '.join(by)} are left out")
-    columns = sorted({value for _, _, found in rows for value in found}, key=_field_order)
-    return Breakdown(title, name, better_of(cells, name), by, columns, rows, warnings)
-
-
-def _places(metric: Mapping[str, Any], samples: Samples, by: Sequence[str]) -> dict[tuple[Any, ...], dict[Any, Any]]:
-    """{values of the fields but the last: {value of the last: (value, stderr, n)}}, of samples that have all the fields."""
-    if not metric:
-        raise ValueError("the run wrote no main metric")
-    places: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for sample in samples.values():
-        values = [(sample.get("fields") or {}).get(key) for key in by]
-        if None not in values:
-            place = tuple(value if isinstance(value, str | int | float) else json.dumps(value) for value in values)
-            places.setdefault(place, []).append(sample)
-    rows: dict[tuple[Any, ...], dict[Any, Any]] = {}
-    for place in sorted(places, key=lambda place: [_field_order(value) for value in place]):
-        found = make_metric(places[place], metric["of"], metric["kind"], metric["better"], metric.get("weight"))
-        rows.setdefault(place[:-1], {})[place[-1]] = found.value, found.stderr, found.n
-    return rows
-
-
-def _field_order(value: Any) -> tuple[bool, Any]:
-    return isinstance(value, str), value
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -181,16 +104,8 @@ def _supported(spread: float, value: float) -> int:
     return _places_for(spread, 2 if spread / 10 ** math.floor(math.log10(spread)) < 3.55 else 1)
 
 
-def _line(text: Any) -> str:
-    return " ".join(str(text).split())
-
-
-def _error(facts: Mapping[str, Any]) -> str:
-    return _line(facts["error"] or "no error was written")
-
-
 def _word(name: str) -> Callable[[Row], str]:
-    return lambda row: "" if row.facts[name] is None else _line(row.facts[name])
+    return lambda row: "" if row.facts[name] is None else one_line(row.facts[name])
 
 
 def _number(name: str, scale: float = 1.0) -> Callable[[Row], str]:
@@ -246,12 +161,12 @@ def _columns(metric: str) -> list[_Column]:
         _Column("batch", True, "say", _word("batch_size")),
         _Column("query-aware", False, "say", lambda row: {True: "yes", False: "no"}.get(row.facts["query_aware"], "")),
         _Column("labels", False, "say", _word("labels")),
-        _Column("note", False, "drop", lambda row: f"failed: {_error(row.facts)}" if failed(row) else ""),
+        _Column("note", False, "drop", lambda row: f"failed: {error_of(row.facts)}" if failed(row) else ""),
     ]
 
 
 def _comparison_sheet(item: Comparison) -> _Sheet:
-    about = [_metric_line(item)]
+    about = [_metricone_line(item)]
     shown = []
     for found in _columns(item.metric):
         texts = [(found.text(row), row.facts["status"] == "ok") for row in item.rows]
@@ -268,7 +183,7 @@ def _comparison_sheet(item: Comparison) -> _Sheet:
         [found.header for found in shown],
         [found.right for found in shown],
         rows,
-        notes + [f"Warning: {_line(warning)}" for warning in item.warnings],
+        notes + [f"Warning: {one_line(warning)}" for warning in item.warnings],
     )
 
 
@@ -277,16 +192,16 @@ def _breakdown_sheet(item: Breakdown) -> _Sheet:
     samples = f"n: {' to '.join(map(str, sorted({min(counts), max(counts)})))} a place" if counts else ""
     rows = []
     for facts, keys, found in item.rows:
-        policy = " + ".join(_line(facts[name]) for name in ("policy_label", "codec", "share") if facts[name])
+        policy = " + ".join(one_line(facts[name]) for name in ("policy_label", "codec", "share") if facts[name])
         values = [with_error(*found[value][:2]) if value in found else _NONE for value in item.columns]
-        rows.append([policy, _line(facts["budget_label"]), *map(str, keys), *values])
+        rows.append([policy, one_line(facts["budget_label"]), *map(str, keys), *values])
     header = ["policy", "budget", *item.by[:-1], *(f"{item.by[-1]}={value}" for value in item.columns)]
     right = [index >= 2 for index in range(len(header))]
-    notes = [f"Warning: {_line(warning)}" for warning in item.warnings]
-    return _Sheet(item.title, " · ".join(filter(None, [_metric_line(item), samples])), header, right, rows, notes)
+    notes = [f"Warning: {one_line(warning)}" for warning in item.warnings]
+    return _Sheet(item.title, " · ".join(filter(None, [_metricone_line(item), samples])), header, right, rows, notes)
 
 
-def _metric_line(item: Comparison | Breakdown) -> str:
+def _metricone_line(item: Comparison | Breakdown) -> str:
     return f"{item.metric}, {item.better} is better" if item.metric and item.better else item.metric
 
 
@@ -338,7 +253,7 @@ def _tex(text: str) -> str:
 def _records(item: Comparison | Breakdown) -> list[dict[str, Any]]:
     """Raw numbers of every row, for CSV."""
     about = {"comparison": item.title, "metric": item.metric, "better": item.better}
-    warnings = {"warnings": "; ".join(map(_line, item.warnings))}
+    warnings = {"warnings": "; ".join(map(one_line, item.warnings))}
     if isinstance(item, Breakdown):
         return [
             {**about, **facts, **{f"field.{k}": v for k, v in zip(item.by, (*keys, last), strict=True)}}

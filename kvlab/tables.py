@@ -342,3 +342,13 @@ def _doubts(comparison: Comparison, cells: Sequence[Cell], reference: tuple[floa
             off = f"{comparison.metric} {full.value:.6g}, the reference is {wanted:g} ± {tolerance:g}"
             doubts.append(f"full cache has {off}: check the setup before reading differences")
     return doubts
+
+
+def one_line(text: Any) -> str:
+    """A text on one line."""
+    return " ".join(str(text).split())
+
+
+def error_of(facts: Mapping[str, Any]) -> str:
+    """Why a cell failed."""
+    return one_line(facts["error"] or "no error was written")
