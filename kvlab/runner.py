@@ -25,7 +25,8 @@ import torch
 import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Record, Sample
-from kvlab.protocol import Reader, Reading, now
+from kvlab.protocol import Reader
+from kvlab.reading import Reading, now
 from kvlab.results import SCHEMA, CellStore
 from kvlab.session import attach
 from kvlab.tracking import Tracker

@@ -10,7 +10,8 @@ from conftest import random_ids, shared_model
 from kvlab import Budget, attach, load_model, make_policy
 from kvlab.embedded import is_fetched
 from kvlab.evals.texts import embedded_text
-from kvlab.protocol import Chunked, Prompt, PromptProtocol, Reader, Stream
+from kvlab.protocol import Chunked, PromptProtocol, Reader, Stream
+from kvlab.reading import Prompt
 from kvlab.settings import SettingError
 
 PROTOCOLS = {"prompt": PromptProtocol(), "stream": Stream(), "chunked": Chunked(chunk=7)}

@@ -359,3 +359,25 @@ def test_values_are_plain():
     assert plain(given) == {"1": ["NaN", "-Infinity", None, True, False, [3]], "path": "x", "dtype": "int8"}
     assert summary({"status": "done", "metrics": {}, "memory": None}) == {"status": "done"}
     assert sample_table([]) == ([], [])
+
+
+def test_the_run_of_a_cell_holds_its_config_and_its_final_metrics(tmp_path):
+    """Through the command line: what W&B has is what result.json has."""
+    from running import TINY, kvlab, results
+
+    sweep = ["run", "-m", *TINY, "logger=wandb", "logger.mode=offline", "policy=full,h2o", "name=tracked", "--no-table"]
+    assert kvlab(*sweep) == 0
+    found = results(tmp_path / "outputs")
+    assert len(found) == 2
+    for result in found.values():
+        (file,) = files_of(tmp_path / "outputs", result["run_id"])
+        run = read(file)
+        assert {name: value for name, value in run.config.items() if name != "_wandb"} == result["config"]
+        assert run.record.run_group == "tracked" and {result["policy"], "perplexity", "tiny-llama"} <= set(run.record.tags)
+        metric = result["metrics"]["perplexity"]
+        assert run.summary["metrics/perplexity/value"] == pytest.approx(metric["value"])
+        assert run.summary["metrics/perplexity/stderr"] == pytest.approx(metric["stderr"])
+        assert run.summary["memory/kv_bytes"] == result["memory"]["kv_bytes"]
+        assert run.summary["status"] == "ok" and run.exit == 0
+        table = json.loads((file.parent / "files" / run.history[-1]["samples/path"]).read_text())
+        assert sorted(row[0] for row in table["data"]) == [f"w{number:05d}" for number in range(4)]

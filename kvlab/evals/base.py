@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar
 
 from kvlab.hints import did_you_mean
 from kvlab.metrics import Metric, make_metric
-from kvlab.protocol import Prompt, Protocol, Reading, Scored
+from kvlab.protocol import Protocol
+from kvlab.reading import Prompt, Reading, Scored
 from kvlab.settings import SettingError
 
 Record = dict[str, Any]

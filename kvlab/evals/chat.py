@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlab.protocol import Prompt
+from kvlab.reading import Prompt
 from kvlab.settings import SettingError
 
 

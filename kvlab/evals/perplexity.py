@@ -15,7 +15,8 @@ from kvlab.evals.base import Record, Sample, Task, register_task
 from kvlab.evals.chat import start_ids
 from kvlab.evals.texts import Text, dataset_text, embedded_text, file_text
 from kvlab.metrics import Metric, make_metric
-from kvlab.protocol import Prompt, Protocol, Reading
+from kvlab.protocol import Protocol
+from kvlab.reading import Prompt, Reading
 from kvlab.settings import SettingError
 
 
