@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -13,9 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 class KvlabLauncher(Launcher):
     """Gets all cells of a sweep at once and hands their composed configs to `kvlab.launcher`."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra before `launch`."""

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from kvlab.budget import Budget, BudgetError
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
 from kvlab.models import ModelSpec, spec_from_config
-from kvlab.outline import fingerprint
+from kvlab.outline import device_of, dtype_of, fingerprint
 from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
 from kvlab.settings import SettingError, build
@@ -122,9 +123,9 @@ class Cell:
             "results_version": RESULTS_VERSION,
             "model": self.model.name,
             "weights": fingerprint(self.model),
-            "dtype": self.model.dtype,
-            "device": (self.model.device or "cpu").split(":")[0],
-            "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places)},
+            "dtype": dtype_of(self.model),
+            "device": device_of(self.model),
+            "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places), **own_code(self.task)},
             "data": self.task.data_hash(),
             "protocol": {"name": self.protocol.name, **chosen(self.protocol)},
             "seed": self.seed,
@@ -133,7 +134,7 @@ class Cell:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that changes the cell's numbers. Batch size, chunks and threads don't."""
-        policy = {"name": self.policy.name, **chosen(self.policy)}
+        policy = {"name": self.policy.name, **chosen(self.policy), **own_code(self.policy)}
         return {**self.comparison, "policy": policy, "budget": self.budget_settings, "codec": [], "share": None}
 
     @property
@@ -150,8 +151,8 @@ class Cell:
     def folder(self) -> Path:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
-        parts = (self.name, self.model.name, self.task.label, self.protocol.name, self.policy_label, last)
-        return self.output_dir.joinpath(*map(_safe, parts))
+        parts = (self.model.name, self.task.label, self.protocol.name, self.policy_label, last)
+        return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
     # -------------------------------------------------------------------------------------------------- labels
 
@@ -218,6 +219,17 @@ def chosen(settings: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     return found
 
 
+def own_code(settings: Any) -> dict[str, str]:
+    """Hash of the source of a policy or task that isn't kvlab's own, whose code may change at any time."""
+    cls = type(settings)
+    if cls.__module__.startswith("kvlab."):
+        return {}
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None or not Path(file).exists():
+        return {}
+    return {"source": hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()}
+
+
 def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
     settings = config.get(group)
     if not isinstance(settings, Mapping) or not settings.get("name"):
@@ -229,7 +241,7 @@ def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:
     config = dict(settings or {})
     if config.get("path") == "???":
         raise SettingError("model.path must be given: model=path model.path=<folder, .gguf file or hub id>")
-    if not config.get("name") and config.get("path"):
+    if config.get("name") == "path" and config.get("path"):
         config["name"] = Path(str(config["path"])).expanduser().resolve().name
     if runtime.dtype != "auto":
         config["dtype"] = runtime.dtype
@@ -259,7 +271,8 @@ def _folder_name(name: Any) -> str:
 
 
 def _safe(part: str) -> str:
-    return part if re.fullmatch(r"[\w./=+-]+", part) else re.sub(r"[^\w.=+-]+", "_", part)
+    """A part of a path, without what leads elsewhere."""
+    return re.sub(r"[^\w.=+-]+|^\.+", "_", part)
 
 
 def _hash(identity: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -56,10 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except ValueError as error:  # a user's mistake: one line that says what to change
+        if "KVLAB_DEBUG" in os.environ:
+            raise
         print(f"kvlab: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder that can't be read
+        if "KVLAB_DEBUG" in os.environ:
+            raise
+        print(f"kvlab: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("kvlab: interrupted; nothing finished is lost, the same command goes on from here", file=sys.stderr)
+        same = "the same command without --force" if getattr(options, "force", False) else "the same command"
+        print(f"kvlab: interrupted; nothing finished is lost, {same} goes on from here", file=sys.stderr)
         return 130
 
 
@@ -133,17 +142,13 @@ def _run(options: argparse.Namespace) -> int:
     from kvlab.policies import import_modules
 
     import_modules(options.modules)
-    chosen = Options(options.force, options.dry_run, _nothing if options.no_table else _report)
+    chosen = Options(options.force, options.dry_run) if options.no_table else Options(options.force, options.dry_run, _report)
     try:
         run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
     except CellsFailed as failed:
         print(f"kvlab: {failed}", file=sys.stderr)
         return 1
     return 0
-
-
-def _nothing(cells: Sequence[Cell]) -> None:
-    pass
 
 
 def _report(cells: Sequence[Cell]) -> None:

@@ -29,6 +29,17 @@ from kvlab.paths import conf_dir
 from kvlab.policies import policy_class, policy_names
 from kvlab.settings import SettingError, defaults
 
+SHOWS: dict[str, tuple[str, ...]] = {
+    "--cfg": ("job", "hydra", "all"),
+    "--resolve": (),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--hydra-help": (),
+    "--shell-completion": (),
+}
+"""Hydra's options that show something, and what may follow them."""
+NO_CHOICE = "Config group override must be a string"
+"""What Hydra says where a group is given nothing; the one complaint that isn't an exception of its own."""
+
 Sweep = Callable[[Sequence[DictConfig]], Sequence[Any]]
 
 
@@ -78,18 +89,34 @@ def run_hydra(arguments: Sequence[str], sweep: Sweep, own: str | None = None) ->
     """
     folders = config_dirs(own)
     register_choices()
-    shows = any(
-        argument.split("=")[0] in ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc") for argument in arguments
-    )
-    plain = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    overrides, options = _sorted_out(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        search = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[:-1])}]"
-        extra = [f"hydra.sweep.dir={scratch}", *([search] if len(folders) > 1 else [])]
-        argv = ["kvlab run", *plain, *extra, *([] if shows else ["-m"])]
+        own_first = ",".join(f"'file://{folder}'" for folder in folders[:-1])
+        extra = [f"hydra.sweep.dir={scratch}", f"hydra.searchpath=[{own_first}]"]
         try:
-            _call_hydra(argv, sweep)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise SettingError(explain(error, plain, own)) from error
+            _call_hydra(["kvlab run", *extra, *overrides, *(options or ["-m"])], sweep)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            if isinstance(error, ValueError) and NO_CHOICE not in str(error):
+                raise  # not Hydra's
+            raise SettingError(explain(error, overrides, own)) from error
+
+
+def _sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides, and those of Hydra's own options that show something, with their values."""
+    overrides: list[str] = []
+    options: list[str] = []
+    for argument in arguments:
+        if argument.startswith("-"):
+            if argument not in SHOWS:
+                raise SettingError(
+                    f"{argument}: there is no such option{did_you_mean(argument, SHOWS)}; settings are KEY=VALUE, no dashes"
+                )
+            options.append(argument)
+        elif options and argument in SHOWS.get(options[-1], ()):
+            options.append(argument)
+        else:
+            overrides.append(argument)
+    return overrides, options
 
 
 def _call_hydra(argv: Sequence[str], sweep: Sweep) -> None:
@@ -125,6 +152,11 @@ def explain(error: Exception, arguments: Sequence[str], own: str | None = None) 
     if found := re.search(r"extraneous input|mismatched input|no viable alternative|token recognition|missing EQUAL", text):
         culprit = _culprit(text, arguments)
         return f"{culprit}: not of the form KEY=VALUE; put quotes around values with special characters, as in 'key=\"a=b\"'"
+    if found := re.search(r"Ambiguous value for argument '([^']*)'", text):
+        return f"{found[1]}: --cfg and --info show one config, so give one value"
+    if NO_CHOICE in text:
+        culprit = next((a for a in arguments if a.split("=")[0] in GROUPS and a.endswith(("=null", "="))), "a group")
+        return f"{culprit}: choose one of {', '.join(choices(culprit.split('=')[0], own)) or 'its choices'}"
     if found := re.search(r"Multiple values for ([\w./]+)", text):
         return f"{found[1]} is given more than once: give it once, several values with commas between ({found[1]}=a,b)"
     if found := re.search(r"Error merging override (\S+)", text):
@@ -145,32 +177,33 @@ def _unknown_key(key: str, text: str, arguments: Sequence[str], own: str | None)
     if group == "budget" and setting in ("ratio", "tokens", "bytes"):
         value = next((a.partition("=")[2] for a in arguments if a.startswith(f"{key}=")), "...")
         return f"{key} goes with its own kind of budget: budget={setting} {key}={value}"
-    known = re.findall(r"^\s+(\w+): ", text, re.M) or _settings_of(group, arguments, own)
+    names = _chosen(group, arguments)
+    lacking = next((name for name in names if setting not in _settings_of(group, name, own)), names[0])
+    known = _settings_of(group, lacking, own)
     has = f"; it has: {', '.join(known)}" if known else ""
-    return f"{_choice(group, arguments)} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
+    return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
 
 
-def _choice(group: str, arguments: Sequence[str]) -> str:
-    chosen = next((a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")), "")
-    return f"{group}={chosen}" if chosen else group
+def _chosen(group: str, arguments: Sequence[str]) -> list[str]:
+    """What the arguments choose of a group, or what is chosen by default."""
+    given = next((a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")), None)
+    return (given or _default(group) or "").split(",")
 
 
-def _settings_of(group: str, arguments: Sequence[str], own: str | None) -> list[str]:
-    """Settings of the choice that the arguments make, of the first if they sweep over several."""
-    name = next((a.partition("=")[2].split(",")[0] for a in arguments if a.startswith(f"{group}=")), None)
-    name = name or _default(group)
+def _settings_of(group: str, name: str, own: str | None) -> list[str]:
+    """Settings of one choice of a group."""
     find: Any = {"policy": policy_class, "task": task_class}.get(group)
     try:
-        if find is not None and name in (policy_names() if group == "policy" else task_names()):
+        path = choices(group, own).get(name)
+        if find is not None and path is None:
             return list(defaults(find(name)))
-        path = choices(group, own).get(name or "")
         config: Any = OmegaConf.load(path) if path else {}
     except (ValueError, OSError, OmegaConfBaseException):
         return []
     keys = [str(key) for key in config if key not in ("defaults", "name")]
-    for base in config.get("defaults", []) if isinstance(config, DictConfig) else []:
+    for base in config.get("defaults", []):
         if isinstance(base, str) and base != "_self_":
-            keys += [key for key in _settings_of(group, [f"{group}={base}"], own) if key not in keys]
+            keys += [key for key in _settings_of(group, base, own) if key not in keys]
     return keys
 
 

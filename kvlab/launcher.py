@@ -6,6 +6,7 @@ rest is run. `full` at several budgets is one cell.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,22 +55,41 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     """
     cells = [_checked(number, configs) for number in range(len(configs))]
     distinct = list({cell.folder: cell for cell in cells}.values())
+    if len(distinct) < len(cells):
+        why = "full cache has no budget, and batch size and the like change no result"
+        say(f"{len(cells)} combinations are {_count(distinct)}: {why}")
     groups = _groups(distinct, options.force)
     if options.dry_run:
         _show_plan(distinct, groups)
         return [None] * len(cells)
-    failed = _run_groups(distinct, groups, options.force)
+    _check_places(distinct)
+    failed, busy = _run_groups(distinct, groups, options.force)
     options.report(distinct)
     if failed:
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
+    if busy:
+        raise CellsFailed(f"{len(busy)} of {_count(distinct)} are left to another process: {busy[0].folder}")
     return [_main_value(cell) for cell in cells]
+
+
+def _check_places(cells: Sequence[Cell]) -> None:
+    """Whether results can be written, and W&B reached as asked, before anything is loaded."""
+    for folder in {cell.output_dir for cell in cells}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f".{os.getpid()}").touch()
+            (folder / f".{os.getpid()}").unlink()
+        except OSError as error:
+            raise SettingError(f"output_dir={folder} can't be written ({error.strerror}): give another folder") from error
+    for cell in {repr(cell.tracking): cell for cell in cells}.values():
+        make_tracker(cell.tracking, cell.output_dir)
 
 
 def _checked(number: int, configs: Sequence[DictConfig]) -> Cell:
     try:
         return Cell.of(_plain(configs[number]))
     except ValueError as error:
-        raise type(error)(f"{_which(number, len(configs))}{error}") from error
+        raise SettingError(f"{_which(number, len(configs))}{error}") from error
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -97,18 +117,19 @@ def _groups(cells: Sequence[Cell], force: bool) -> list[_Group]:
             group.bench.check(cell)
         except ValueError as error:
             name = f"cell {number + 1} of {len(cells)} ({cell.label}): " if len(cells) > 1 else ""
-            raise type(error)(f"{name}{error}") from error
+            raise SettingError(f"{name}{error}") from error
         done = 0 if force else len(store.records())
         group.left.append((cell, max(0, len(group.bench.samples(cell)) - done)))
     return list(groups.values())
 
 
-def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) -> list[Cell]:
-    """Run what is left; the cells that failed."""
+def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) -> tuple[list[Cell], list[Cell]]:
+    """Run what is left; the cells that failed, and those that another process runs."""
     left = sum(len(group.left) for group in groups)
     if skipped := len(cells) - left:
         say(f"{skipped} of {_count(cells)} finished before (--force runs them again)")
-    failed = []
+    failed: list[Cell] = []
+    busy: list[Cell] = []
     with tqdm(total=sum(n for group in groups for _, n in group.left), unit="sample", disable=None, leave=False) as bar:
         number = 0
         for group in groups:
@@ -116,29 +137,29 @@ def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) ->
             for cell, _ in group.left:
                 number += 1
                 bar.set_description(f"[{number}/{left}] {cell.label}")
-                if not _run_one(cell, group.bench, force, bar.update, f"[{number}/{left}]"):
-                    failed.append(cell)
+                try:
+                    if not _run_one(cell, group.bench, force, bar.update, f"[{number}/{left}]"):
+                        failed.append(cell)
+                except CellBusy as error:
+                    say(f"[{number}/{left}] {cell.label}: {error}; left to it")
+                    busy.append(cell)
             group.bench.release()
-    return failed
+    return failed, busy
 
 
 def _run_one(cell: Cell, bench: Workbench, force: bool, progress: Callable[[int], Any], place: str) -> bool:
-    """Run one cell under its lock; whether it went well. One that another process runs is left to it."""
+    """Run one cell under its lock; whether it went well. Raises CellBusy if another process runs it."""
     store, start = CellStore(cell.folder), time.perf_counter()
     tracker = make_tracker(cell.tracking, cell.output_dir)
     _say_once(tracker.notice)
     if cell.runtime.threads:
         torch.set_num_threads(cell.runtime.threads)
-    try:
-        with store.locked():
-            if force:
-                store.clear()
-            elif store.finished(cell.run_id):  # by another process, since this sweep began
-                return True
-            result = run_cell(cell, bench, tracker, progress)
-    except CellBusy as busy:
-        say(f"{place} {cell.label}: {busy}; left to it")
-        return True
+    with store.locked():
+        if force:
+            store.set_aside()
+        elif store.finished(cell.run_id):  # by another process, since this sweep began
+            return True
+        result = run_cell(cell, bench, tracker, progress)
     seconds = time.perf_counter() - start
     if result["status"] != "ok":
         say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")

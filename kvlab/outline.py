@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,34 @@ def fingerprint(spec: ModelSpec) -> str:
     if spec.kind == "hub":
         return f"{spec.source}@{spec.revision or 'main'}"
     path = Path(spec.source)
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file() and _matters(file))
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         _update(digest, file)
     return digest.hexdigest()
+
+
+def _matters(file: Path) -> bool:
+    return file.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja") or file.name in ("merges.txt", "vocab.txt")
+
+
+def dtype_of(spec: ModelSpec) -> str:
+    """The dtype that a model is loaded in; "auto" where only the hub knows."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    if spec.kind != "folder":
+        return "auto" if spec.kind == "hub" else "float32"
+    config = json.loads((Path(spec.source) / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def device_of(spec: ModelSpec) -> str:
+    """The kind of device that a model runs on: cpu, cuda, mps."""
+    if spec.device_map is not None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    return (spec.device or "cpu").split(":")[0]
 
 
 def _update(digest: Any, file: Path) -> None:

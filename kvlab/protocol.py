@@ -29,29 +29,15 @@ READ_SEGMENT = 512
 
 @dataclass(frozen=True)
 class Protocol:
-    """How prompts are read. hold_back: last tokens of a prompt that stay outside its compressed part, at least 1.
-
-    Without it the question is held back where a task marks one, else the last token. At least one token is read after the
-    eviction, since otherwise the first token of an answer would be predicted from full attention.
-    """
-
-    hold_back: int | None = None
+    """How prompts are read. Their last token is always read after an eviction, or nothing could change what follows it."""
 
     name: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
     """Whether a part of the prompt is read with full attention and evicted afterwards."""
 
-    def __post_init__(self) -> None:
-        if self.hold_back == 0:
-            raise SettingError(
-                "protocol.hold_back=0: use at least 1, since with nothing held back the first token of an answer is predicted "
-                "from full attention and no policy could change it"
-            )
-
     def held(self, prompt: Prompt) -> int:
-        """How many last tokens of a prompt are held back; one token at least is compressed where there are two."""
-        wanted = self.hold_back if self.hold_back is not None else max(1, prompt.question)
-        return min(wanted, max(1, len(prompt.ids) - 1))
+        """How many last tokens of a prompt are read after its context, at least 1."""
+        return 1
 
     def query_aware(self, prompt: Prompt) -> bool:
         """Whether the question (or a part of it) is inside the compressed part."""
@@ -65,12 +51,34 @@ class Protocol:
         """Raises SettingError if a policy can't be run under this protocol."""
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
-        """Read the compressed parts."""
+        """Read the contexts: prompts without what is held back."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class PromptProtocol(Protocol):
+class HoldsBack(Protocol):
+    """hold_back: last tokens of a prompt that stay outside its compressed part, at least 1.
+
+    Without it the question is held back where a task marks one, else the last token.
+    """
+
+    hold_back: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hold_back == 0:
+            raise SettingError(
+                "protocol.hold_back=0: use at least 1, since with nothing held back the first token of an answer is predicted "
+                "from full attention and no policy could change it"
+            )
+
+    def held(self, prompt: Prompt) -> int:
+        """What is held back; one token at least is compressed where there are two."""
+        wanted = self.hold_back if self.hold_back is not None else max(1, prompt.question)
+        return min(wanted, max(1, len(prompt.ids) - 1))
+
+
+@dataclass(frozen=True)
+class PromptProtocol(HoldsBack):
     """The prompt is read with full attention and evicted at its end."""
 
     name: ClassVar[str] = "prompt"
@@ -83,7 +91,7 @@ class PromptProtocol(Protocol):
 
 
 @dataclass(frozen=True)
-class Chunked(Protocol):
+class Chunked(HoldsBack):
     """The prompt is read in chunks of `chunk` tokens and evicted to the budget after each."""
 
     chunk: int = 256
@@ -148,20 +156,20 @@ class Reader:
     pad_id: int = 0
     prefill_chunk: int | None = None
 
-    def read(self, prompts: Sequence[Prompt], max_new_tokens: int = 0) -> Reading:
-        """Read all but the last token of each prompt. max_new_tokens: tokens to come, for a budget of the total."""
+    def read(self, prompts: Sequence[Prompt], new_tokens: Sequence[int] | None = None) -> Reading:
+        """Read all but the last token of each prompt. new_tokens: how many are to come, for a budget of the total."""
         contexts = [prompt.ids[: -self.protocol.held(prompt)] for prompt in prompts]
-        keys = [(ids, self.protocol.known_len(prompt)) for ids, prompt in zip(contexts, prompts, strict=True)]
+        keys = self._keys(prompts, contexts, new_tokens or [0] * len(prompts))
         shared = list(dict.fromkeys(keys))
         cache = self.session.new_cache(
-            max_new_tokens=max_new_tokens,
-            sample_ids=[_name(ids) for ids, _ in shared],
-            known_len=[known for _, known in shared],
+            max_new_tokens=0,  # known_len has those that are to come
+            sample_ids=[name for _, _, name in shared],
+            known_len=[known for _, known, _ in shared],
         )
         feed = Feed(self.session.model, cache, len(shared), self.pad_id)
         start = now(feed.model)
-        if any(ids for ids, _ in shared):
-            self.protocol.read_context(feed, [ids for ids, _ in shared], self.prefill_chunk)
+        if any(ids for ids, _, _ in shared):
+            self.protocol.read_context(feed, [ids for ids, _, _ in shared], self.prefill_chunk)
         prefill_s = now(feed.model) - start
         if len(shared) < len(keys):
             feed.take([shared.index(key) for key in keys])
@@ -170,16 +178,29 @@ class Reader:
             with cache.stepwise():
                 for part in in_segments(held, READ_SEGMENT):
                     feed(part)
-        tokens = sum(len(ids) for ids, _ in shared)
+        tokens = sum(len(ids) for ids, _, _ in shared)
         return Reading(feed, tuple(prompt.ids[-1] for prompt in prompts), prefill_s, tokens)
 
-    def overhead(self, reading: Reading, steps: int = 8) -> tuple[float, float]:
+    def _keys(
+        self, prompts: Sequence[Prompt], contexts: Sequence[tuple[int, ...]], new_tokens: Sequence[int]
+    ) -> list[tuple[tuple[int, ...], int, str]]:
+        """Context, length that a ratio is of, and name for random draws; prompts with equal ones are read once."""
+        keys = []
+        for number, (prompt, context, new) in enumerate(zip(prompts, contexts, new_tokens, strict=True)):
+            known = self.protocol.known_len(prompt)
+            if self.session.budget.of == "total":
+                known = len(prompt.ids) + new
+            # The context itself is its name, so that sharing changes no draw; where there is none, nothing is shared.
+            keys.append((context, known, _name(context) if context else prompt.name or f"row {number}"))
+        return keys
+
+    def overhead(self, reading: Reading, steps: int) -> tuple[float, float]:
         """Seconds of a decode step of the batch, and how many of them a step without any policy on the same tokens saves.
 
-        Medians over some steps on forks, the two kinds in turn, so that a busy machine slows both.
+        Medians over some steps, the two kinds in turn, so that a busy machine slows both. The reading moves on.
         """
         policy = self.session.policy
-        ours = reading.fork().decode()
+        ours = reading.decode()
         if not policy.evicts:
             return statistics.median([next(ours) for _ in range(steps + 1)][1:]), 0.0
         plain = reading.fork(make_policy("full", rolling=policy.rolling)).decode()

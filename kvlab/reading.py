@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ SCORE_SEGMENT = 128
 class Prompt:
     """One prompt's token ids.
 
+    name      what random draws depend on where no context is shared; a sample's id
     question  how many of the last ids are the question (with what follows it), 0 where none is marked
     text_len  tokens of the whole text where more than the prompt is known before, as when a given text is scored
     """
@@ -32,6 +34,7 @@ class Prompt:
     ids: tuple[int, ...]
     question: int = 0
     text_len: int = 0
+    name: str = ""
 
 
 def in_segments(rows: Sequence[Sequence[int]], size: int | None) -> Iterator[list[Sequence[int]]]:
@@ -101,15 +104,12 @@ class Scored:
         """Of the whole continuation."""
         return sum(self.logprobs)
 
-    @property
-    def greedy(self) -> bool:
-        """Whether greedy decoding would give this continuation."""
-        return list(self.ids) == self.top1
 
-
-@dataclass(frozen=True)
+@dataclass
 class Reading:
-    """A batch of prompts that has been read up to the last token of each, which is fed with what comes next.
+    """A batch of texts that have been read up to the last token of each, which is fed with what comes next.
+
+    Scoring and generating move it on, so that the last token is that of the continuation.
 
     prefill_s, prefill_tokens  time and tokens of the compressed part, over the batch
     """
@@ -142,6 +142,7 @@ class Reading:
                     logprobs = row[: len(piece)].float().log_softmax(-1)
                     one.logprobs.extend(logprobs.gather(-1, gold[:, None])[:, 0].tolist())
                     one.top1.extend(logprobs.argmax(-1).tolist())
+        self.last = tuple(one.ids[-1] for one in scored)
         return scored
 
     def score_choices(self, choices: Sequence[Sequence[Sequence[int]]]) -> list[list[Scored]]:
@@ -163,21 +164,21 @@ class Reading:
         """New token ids of each prompt, without the end token; greedy unless `options` say otherwise (as `generate` has them).
 
         stop  strings that end a text, which need the tokenizer
+        What the model's own generation config asks for (penalties, temperatures) is left aside.
         """
         feed = self.feed
         last = torch.tensor(self.last, device=feed.ids.device)[:, None]
         ids, mask = torch.cat([feed.ids, last], 1), torch.cat([feed.mask, torch.ones_like(last)], 1)
         ends = _end_tokens(feed.model)
-        config = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": feed.pad_id, **options}
-        stopping = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
-        out = feed.model.generate(
-            ids,
-            attention_mask=mask,
-            cache=feed.cache,
-            generation_config=GenerationConfig(eos_token_id=ends or None, **config),
-            **stopping,
-        )
-        return [_until(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+        settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": feed.pad_id, **options}
+        config = GenerationConfig(eos_token_id=ends or None, stop_strings=list(stop) or None, **settings)
+        with _no_generation_config(feed.model):
+            named = {"tokenizer": tokenizer} if stop else {}
+            out = feed.model.generate(ids, attention_mask=mask, cache=feed.cache, generation_config=config, **named)
+        feed.ids, self.last = out[:, :-1], tuple(out[:, -1].tolist())
+        feed.mask = torch.cat([mask, mask.new_ones(len(out), out.shape[1] - ids.shape[1] - 1)], 1)
+        rows = [_until(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+        return [_without_pads(row, feed.pad_id) for row in rows] if stop else rows
 
     def decode(self) -> Iterator[float]:
         """Decode greedily, one token of each row at a time; seconds of every step of the batch, without end."""
@@ -187,6 +188,7 @@ class Reading:
             logits = feed(tokens, logits=True)
             assert logits is not None
             tokens = logits[:, -1].argmax(-1)[:, None].tolist()
+            self.last = tuple(token for (token,) in tokens)
             yield now(feed.model) - start
 
 
@@ -194,6 +196,24 @@ def _end_tokens(model: Any) -> list[int]:
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
     return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+
+
+@contextmanager
+def _no_generation_config(model: Any) -> Iterator[None]:
+    """What a generation config leaves open is taken from the model's, so that is put aside meanwhile."""
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _without_pads(ids: list[int], pad_id: int) -> list[int]:
+    """A row that a stop string ended is filled up to the longest of its batch."""
+    end = len(ids)
+    while end and ids[end - 1] == pad_id:
+        end -= 1
+    return ids[:end]
 
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:

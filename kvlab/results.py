@@ -41,8 +41,8 @@ class CellStore:
     def result(self) -> dict[str, Any] | None:
         """What result.json holds, None if there is none that can be read."""
         try:
-            return json.loads(self.result_file.read_text())
-        except (OSError, json.JSONDecodeError):
+            return json.loads(self.result_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             return None
 
     def finished(self, run_id: str) -> bool:
@@ -51,30 +51,19 @@ class CellStore:
         return result is not None and result.get("status") == "ok" and result.get("run_id") == run_id
 
     def records(self) -> list[Record]:
-        """All finished samples. What an interrupted write left behind is cut off, so that later lines stand alone."""
-        records, whole = [], 0
-        try:
-            data = self.samples_file.read_bytes()
-        except FileNotFoundError:
-            return []
-        for line in data.splitlines(keepends=True):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                records.pop()
-                break
-            whole += len(line)
-        if whole < len(data):
-            os.truncate(self.samples_file, whole)
-        return records
+        """All finished samples."""
+        return read_records(self.samples_file)[0]
+
+    def repair(self) -> None:
+        """Drop lines that an interrupted write left behind, so that later ones stand alone. Only under the lock."""
+        records, broken = read_records(self.samples_file)
+        if broken:
+            write_whole(self.samples_file, as_lines(records))
 
     def append(self, records: Sequence[Record]) -> None:
         """Add finished samples; on disk when this returns."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         with self.samples_file.open("ab") as file:
-            file.write(lines.encode())
+            file.write(as_lines(records).encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -90,11 +79,15 @@ class CellStore:
         else:
             (self.folder / "error.txt").unlink(missing_ok=True)
         write_whole(self.result_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        if result["status"] == "ok":
+            for name in ("samples.jsonl", "result.json"):
+                (self.folder / f"previous.{name}").unlink(missing_ok=True)
 
-    def clear(self) -> None:
-        """Forget the cell's samples and result."""
-        for name in ("result.json", "samples.jsonl", "error.txt"):
-            (self.folder / name).unlink(missing_ok=True)
+    def set_aside(self) -> None:
+        """Begin anew; what there is stays as previous.* until the cell is finished again."""
+        for name in ("samples.jsonl", "result.json"):  # in this order: a result must not outlive its samples
+            if (self.folder / name).exists():
+                (self.folder / name).replace(self.folder / f"previous.{name}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -109,6 +102,28 @@ class CellStore:
             yield
         finally:
             lock.release()
+
+
+def read_records(file: Path) -> tuple[list[Record], int]:
+    """Samples of a file, and how many lines are none: an interrupted write leaves a part of one."""
+    records: list[Record] = []
+    lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    broken = int(lines[-1] != b"")  # a line without its end may lack more
+    for line in lines[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and "id" in record:
+            records.append(record)
+        else:
+            broken += 1
+    return records, broken
+
+
+def as_lines(records: Sequence[Record]) -> str:
+    """Samples as they stand in a file."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def write_whole(path: Path, text: str) -> None:

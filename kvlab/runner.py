@@ -15,6 +15,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,8 @@ from kvlab.session import attach
 from kvlab.tracking import Tracker
 from kvlab.workbench import Workbench
 
+PROBE_STEPS = 8
+"""Decode steps that are timed in one batch of each cell."""
 Progress = Callable[[int], None]
 """Called with the number of samples just finished."""
 
@@ -40,12 +43,13 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     """Run what is left of a cell and write its result, also where it fails. Returns the result."""
     store = CellStore(cell.folder)
     store.start(cell.config)
+    store.repair()
     tracker.start(cell.summary())
     started = time.time()
     peak = _PeakMemory()
     try:
         samples = bench.samples(cell)
-        records = _finish_samples(cell, bench, store, samples, tracker, progress)
+        records = _finish_samples(cell, bench, store, samples, tracker, progress, peak)
         result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None, **_summed_up(cell, samples, records)}
         result["memory"] |= peak.read()
         trace = ""
@@ -62,7 +66,13 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
 
 
 def _finish_samples(
-    cell: Cell, bench: Workbench, store: CellStore, samples: Sequence[Sample], tracker: Tracker, progress: Progress
+    cell: Cell,
+    bench: Workbench,
+    store: CellStore,
+    samples: Sequence[Sample],
+    tracker: Tracker,
+    progress: Progress,
+    peak: _PeakMemory,
 ) -> list[Record]:
     records = store.records()
     done = {record["id"] for record in records}
@@ -70,7 +80,7 @@ def _finish_samples(
         left = [sample for sample in batch if sample.id not in done]
         if left:
             probed = any("decode_step_s" in record["speed"] for record in records)
-            new = _evaluate(cell, bench, left, probe=not probed)
+            new = _evaluate(cell, bench, left, None if probed else peak)
             store.append(new)
             records += new
             tracker.progress(len(records), len(samples), _running_means(records))
@@ -80,32 +90,41 @@ def _finish_samples(
 
 
 def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early."""
-    ordered = sorted(samples, key=lambda sample: -len(sample.prompt.ids))
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early.
+
+    Rows of a batch generate equally many tokens at most, since they go on together.
+    """
+    found: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: (-sample.new_tokens, -len(sample.prompt.ids))):
+        if not found or len(found[-1]) == size or found[-1][0].new_tokens != sample.new_tokens:
+            found.append([])
+        found[-1].append(sample)
+    return found
 
 
-def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], probe: bool) -> list[Record]:
-    """Records of a batch. What each sample is billed for memory and time is its share of the batch."""
+def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: _PeakMemory | None) -> list[Record]:
+    """Records of a batch. What each sample is billed for memory and time is its share of the batch.
+
+    peak  where the speed of decoding is to be tried too, which must not count as the cell's memory
+    """
     model, rows = bench.model, len(batch)
     with torch.inference_mode(), attach(model, cell.policy, cell.budget, tokenizer=bench.tokenizer) as session:
         start = now(model)
         torch.manual_seed(cell.seed)
         reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
-        longest = max(sample.new_tokens for sample in batch)
-        reading = reader.read([sample.prompt for sample in batch], max_new_tokens=longest)
+        prompts = [replace(sample.prompt, name=sample.id) for sample in batch]
+        reading = reader.read(prompts, new_tokens=[sample.tokens - len(sample.prompt.ids) for sample in batch])
         speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
-        probed_s = 0.0
-        if probe:
-            before = now(model)
-            step, policy = reader.overhead(reading)
-            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": rows}
-            probed_s = now(model) - before
         # Rows that end early go on with the batch, so what generation holds is taken before it.
-        memory = _memory(reading) if longest else None
+        memory = _memory(reading) if batch[0].new_tokens else None
         records = cell.task.evaluate(reading, batch, bench.tokenizer)
         memory = memory or _memory(reading)
-        speed["seconds"] = (now(model) - start - probed_s) / rows
+        speed["seconds"] = (now(model) - start) / rows
+        if peak is not None and (steps := min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)) > 0:
+            peak.pause()
+            step, policy = reader.overhead(reading, steps)
+            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": rows}
+            peak.go_on()
     return [
         {
             "id": sample.id,
@@ -188,19 +207,31 @@ class _PeakMemory:
     """The most memory that the process and its device held since this was made, where the system can tell."""
 
     def __init__(self) -> None:
+        self.process: int | None = None
+        self.device: int | None = None
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Measure from here on, too."""
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def read(self) -> dict[str, int | None]:
-        """Bytes; None where it can't be known."""
+    def pause(self) -> None:
+        """Leave aside what comes until `go_on`."""
         process = None
         with contextlib.suppress(OSError, IndexError):
             status = Path("/proc/self/status").read_text()
             process = 1024 * int(status.split("VmHWM:")[1].split()[0])
         device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        return {"peak_process_bytes": process, "peak_device_bytes": device}
+        self.process = max((n for n in (self.process, process) if n is not None), default=None)
+        self.device = max((n for n in (self.device, device) if n is not None), default=None)
+
+    def read(self) -> dict[str, int | None]:
+        """Bytes; None where it can't be known. After an interruption, of the last attempt."""
+        self.pause()
+        return {"peak_process_bytes": self.process, "peak_device_bytes": self.device}
 
 
 def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
@@ -216,6 +247,7 @@ def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
         "dtype": str(bench.model.dtype) if "model" in vars(bench) else None,
+        "hub_commit": getattr(bench.model.config, "_commit_hash", None) if "model" in vars(bench) else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }

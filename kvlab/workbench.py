@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvlab.budget import BudgetError, exact_share
+from kvlab.budget import BudgetError
 from kvlab.cells import Cell
 from kvlab.evals import Sample
 from kvlab.models import ModelSpec, load_spec
@@ -69,21 +69,24 @@ class Workbench:
         samples = self.samples(cell)
         self._check_context(cell, samples)
         with attach(model, cell.policy, cell.budget, tokenizer=tokenizer) as session:
+            plan = session.plan
             shortest = min(cell.protocol.known_len(sample.prompt) for sample in samples)
-            session.plan.budget.resolve([shortest], session.plan.layers, new_tokens=0)
-            if (ratio := cell.budget.ratio) is not None and cell.budget.of == "prompt":
-                tokens = max(1, int(exact_share(ratio) * shortest))
-                if tokens < session.plan.least:
-                    raise BudgetError(
-                        f"budget.ratio={ratio} holds {tokens} of the shortest prompt's {shortest} tokens, fewer than policy "
-                        f"{cell.policy.name} protects ({session.plan.protection}): raise the ratio or lower these settings"
-                    )
+            held = plan.budget.resolve([shortest], plan.layers, new_tokens=0)
+            if held is not None and held[0] < plan.least and cell.policy.evicts:
+                raise BudgetError(
+                    f"budget.ratio={cell.budget.ratio} holds {held[0]} of the shortest prompt's {shortest} tokens, fewer than "
+                    f"policy {cell.policy.name} protects ({plan.protection}): raise the ratio or lower these settings"
+                )
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can read; very many where it doesn't say."""
+        return getattr(self.shape[0].config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
 
     def _check_context(self, cell: Cell, samples: list[Sample]) -> None:
         longest = max(samples, key=lambda sample: sample.tokens)
-        context = getattr(self.shape[0].config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if context is not None and longest.tokens > context and not cell.runtime.beyond_context:
+        if longest.tokens > self.context and not cell.runtime.beyond_context:
             raise SettingError(
-                f"sample {longest.id} needs {longest.tokens} tokens, and {self.spec.name} has a context of {context}: use "
+                f"sample {longest.id} needs {longest.tokens} tokens, and {self.spec.name} has a context of {self.context}: use "
                 "shorter prompts or fewer new tokens (runtime.beyond_context=true to try it all the same)"
             )

@@ -93,7 +93,7 @@ def test_texts_of_any_usual_kind(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows))
     frame.to_csv(tmp_path / "a.csv")
     texts = [file_text(str(tmp_path / f"a.{kind}"), "text") for kind in ("txt", "jsonl", "json", "csv")]
-    assert len({text.text for text in texts}) == 1 and len({text.hash for text in texts}) == 4
+    assert len({text.text for text in texts}) == 1 and len({text.hash for text in texts}) == 1, "what counts is the text"
     assert Perplexity(file=str(tmp_path / "a.txt")).data_hash() == texts[0].hash
 
 
@@ -101,20 +101,24 @@ def test_texts_of_any_usual_kind(tmp_path):
 
 
 def test_needles_are_dealt_out_over_the_grid():
-    task = Needle(lengths=(300, 400), depths=(0.0, 1.0), n=6, chat=False)
+    task = Needle(lengths=(300, 400), depths=(0.0, 1.0), n=2, chat=False)
     samples = task.samples(TOKENIZER)
     places = [(sample.fields["length"], sample.fields["depth"]) for sample in samples]
-    assert places == [(300, 0.0), (300, 1.0), (400, 0.0), (400, 1.0), (300, 0.0), (300, 1.0)]
-    assert all(0.9 * length < len(sample.prompt.ids) <= length + 2 for sample, (length, _) in zip(samples, places, strict=True))
-    assert len({sample.answers for sample in samples}) == 6
+    assert places == 2 * [(300, 0.0), (300, 1.0), (400, 0.0), (400, 1.0)]
+    assert [sample.id for sample in samples[3:6]] == ["400-1-0000", "300-0-0001", "300-1-0001"]
+    assert all(
+        0.85 * length < len(sample.prompt.ids) <= length + 2 for sample, (length, _) in zip(samples, places, strict=True)
+    )
+    assert len({sample.answers for sample in samples}) == 8
     assert task.samples(TOKENIZER) == samples
-    assert Needle(lengths=(300, 400), depths=(0.0, 1.0), n=8, chat=False).samples(TOKENIZER)[:6] == samples
-    assert Needle(lengths=(300, 400), depths=(0.0, 1.0), n=6, chat=False, seed=1).samples(TOKENIZER) != samples
+    more = Needle(lengths=(300, 350, 400), depths=(0.0, 0.5, 1.0), n=3, chat=False).samples(TOKENIZER)
+    assert all(sample in more for sample in samples), "a larger grid leaves the others as they are"
+    assert Needle(lengths=(300, 400), depths=(0.0, 1.0), n=2, chat=False, seed=1).samples(TOKENIZER)[0] != samples[0]
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, CHAT], ids=["plain", "chat"])
 def test_the_question_and_all_that_follows_it_is_marked(tokenizer):
-    for sample in Needle(lengths=(400,), n=3).samples(tokenizer):
+    for sample in Needle(lengths=(400,), n=1).samples(tokenizer):
         tail = tokenizer.decode(sample.prompt.ids[-sample.prompt.question :])
         head = tokenizer.decode(sample.prompt.ids[: -sample.prompt.question])
         assert tail.startswith("What") and sample.answers[0] in head and sample.answers[0] not in tail
@@ -174,6 +178,8 @@ def test_own_choices_are_scored_as_a_plain_forward_scores_them(tmp_path):
     assert records[0]["values"]["gold_logprob"] == pytest.approx(sums[1] / 7, abs=1e-4)
     assert task.metrics(records)["accuracy"].chance == pytest.approx(1 / 3)
     assert [sample.gold_choice for sample in samples] == [1, 0]
+    numbers = Prompts(file=prompts_file(tmp_path, {"prompt": "Which?", "choices": [1, 2, 3], "answer": 2}))
+    assert numbers.samples(TOKENIZER)[0].gold_choice == 1, "an answer that is a choice is that choice"
 
 
 def test_a_context_and_its_question_are_kept_apart(tmp_path):
@@ -182,6 +188,19 @@ def test_a_context_and_its_question_are_kept_apart(tmp_path):
     assert TOKENIZER.decode(sample.prompt.ids[-sample.prompt.question :]) == "Where does Anna live?"
     (sample,) = Prompts(file=prompts_file(tmp_path, row)).samples(CHAT)
     assert CHAT.decode(sample.prompt.ids[-sample.prompt.question :]) == "Where does Anna live?\n<assistant>"
+
+
+def test_rows_of_a_table_are_what_stands_there(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer,answer_start,id\nWho?,007,,x\nWhat?,NA,It is,\n")
+    agent, missing = Prompts(file=str(tmp_path / "a.csv")).samples(TOKENIZER)
+    assert (agent.answers, missing.answers, agent.id, missing.id) == (("007",), ("NA",), "x", "row00002")
+    assert TOKENIZER.decode(agent.prompt.ids[1:]) == "Who?" and TOKENIZER.decode(missing.prompt.ids[1:]) == "What?It is"
+    rows = {"prompt": "Who?", "answer": "x", "id": None, "answer_start": None}
+    (sample,) = Prompts(file=prompts_file(tmp_path, rows)).samples(TOKENIZER)
+    assert sample.id == "row00001" and TOKENIZER.decode(sample.prompt.ids[1:]) == "Who?"
+    pandas.DataFrame([{"prompt": "Which?", "choices": ["a", "b"], "answer": "b"}]).to_parquet(tmp_path / "a.parquet")
+    (sample,) = Prompts(file=str(tmp_path / "a.parquet")).samples(TOKENIZER)
+    assert len(sample.choices) == 2 and sample.gold_choice == 1
 
 
 def test_prompts_without_answers_are_recorded(tmp_path):
@@ -197,7 +216,7 @@ def test_the_chat_template_is_used_where_there_is_one():
     with pytest.raises(SettingError, match="task.chat=false"):
         uses_chat(TOKENIZER, True)
     prompt = make_prompt(CHAT, "What? " * 3, "What?", "It is", chat=True)
-    assert CHAT.decode(prompt.ids) == "<user>What? What? What? What?\n<assistant>It is"
+    assert CHAT.decode(prompt.ids) == "<user>What? What? What?\n\nWhat?\n<assistant>It is"
     assert CHAT.decode(prompt.ids[-prompt.question :]) == "What?\n<assistant>It is", "the last one is the question"
 
 

@@ -190,7 +190,7 @@ def test_the_question_is_held_back_where_there_is_one():
     assert not PromptProtocol().query_aware(marked)
     assert PromptProtocol(hold_back=2).query_aware(marked)
     assert not PromptProtocol(hold_back=2).query_aware(unmarked)
-    assert not Stream(hold_back=2).query_aware(marked)
+    assert not Stream().query_aware(marked)
 
 
 def test_policies_that_decide_at_a_prompts_end_are_refused_under_stream():

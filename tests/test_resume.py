@@ -109,7 +109,12 @@ def test_an_interrupted_write_is_cut_off(tmp_path):
     for torn in (b'{"id": "c', b'{"id": "c"}', b"\xc3"):
         store.samples_file.write_bytes(whole + torn)
         assert [record["id"] for record in store.records()] == ["a", "b"]
+        assert store.samples_file.read_bytes() == whole + torn, "reading changes nothing: another process may be writing"
+        store.repair()
         assert store.samples_file.read_bytes() == whole
+    store.samples_file.write_bytes(whole.replace(b'"a"}', b'"a'))
+    assert [record["id"] for record in store.records()] == ["b"]
+    store.samples_file.write_bytes(whole)
     store.append([{"id": "c"}])
     assert [record["id"] for record in store.records()] == ["a", "b", "c"]
 

@@ -150,12 +150,21 @@ def test_a_failing_cell_is_recorded_and_the_rest_is_run(tmp_path, capsys):
     (tmp_path / "faulty.py").write_text(
         FAULTY.replace('raise RuntimeError("no score today\\nand a second line")', "return step.positions.float()")
     )
-    import sys
+    assert kvlab(*sweep) == 0, "mended code is another cell"
+    assert sum(result["status"] == "ok" for result in results(tmp_path / "outputs").values()) == 3
 
-    sys.modules.pop("faulty")
-    assert kvlab(*sweep) == 0
-    assert all(result["status"] == "ok" for result in results(tmp_path / "outputs").values())
-    assert not list((tmp_path / "outputs").rglob("error.txt"))
+
+def test_a_cell_that_failed_is_run_again(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr("kvlab.runner._evaluate", fail)
+    assert kvlab("run", *TINY, "--no-table") == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert kvlab("run", *TINY, "--no-table") == 0
+    (result,) = results(tmp_path / "outputs").values()
+    assert result["status"] == "ok" and not list((tmp_path / "outputs").rglob("error.txt"))
 
 
 def test_a_dry_run_shows_the_plan_loads_nothing_and_writes_nothing(tmp_path, capsys, monkeypatch):
@@ -187,7 +196,7 @@ def test_results_come_as_a_frame(tmp_path):
 @pytest.mark.parametrize("protocol", ["prompt", "stream", "chunked"])
 @pytest.mark.parametrize("kind", ["passkey", "multiquery", "variables", "common_words", "frequent_words", "key_value"])
 def test_every_kind_of_needle_runs_under_every_protocol(tmp_path, protocol, kind):
-    grid = ["task.lengths=[700]", "task.depths=[0.2,0.8]", "task.n=2", "task.new_tokens=4", "task.needles=1"]
+    grid = ["task.lengths=[700]", "task.depths=[0.2,0.8]", "task.n=1", "task.new_tokens=4", "task.needles=1"]
     common = ["model=tiny-llama", "logger=none", f"task.kind={kind}", f"protocol={protocol}", "runtime.threads=1"]
     assert kvlab("run", "task=needle", *grid, *common, "policy=streaming_llm", "budget.ratio=0.1", "--no-table") == 0
     (result,) = results(tmp_path / "outputs").values()
@@ -200,7 +209,58 @@ def test_two_processes_do_not_run_one_cell_at_once(tmp_path, capsys):
     assert kvlab("run", *TINY, "policy=h2o", "--no-table") == 0
     (path,) = results(tmp_path / "outputs")
     store = CellStore(tmp_path / "outputs" / path)
-    store.clear()
+    store.set_aside()
     with store.locked():
         code, _, err = kvlab("run", *TINY, "policy=h2o", "--no-table", capsys=capsys)
-    assert code == 0 and "another process" in err and not store.result_file.exists()
+    assert code == 1 and "1 of 1 cell are left to another process" in err and not store.result_file.exists()
+
+
+def test_what_force_repeats_is_kept_until_it_is_done_again(tmp_path, monkeypatch):
+    command = ("run", *TINY, "policy=h2o", "--no-table")
+    assert kvlab(*command) == 0
+    (path,) = results(tmp_path / "outputs")
+    folder = tmp_path / "outputs" / path
+    before = (folder / "result.json").read_text(), (folder / "samples.jsonl").read_text()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvlab.runner._evaluate", interrupt)
+    assert kvlab(*command, "--force") == 130
+    assert before == ((folder / "previous.result.json").read_text(), (folder / "previous.samples.jsonl").read_text())
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert kvlab(*command) == 0
+    assert (folder / "result.json").exists() and not list(folder.glob("previous.*"))
+
+
+def test_changed_code_of_your_own_is_another_cell(tmp_path):
+    for score in ("step.positions.float()", "-step.positions.float()"):
+        text = FAULTY.replace('raise RuntimeError("no score today\\nand a second line")', f"return {score}")
+        (tmp_path / "mine.py").write_text(text.replace("faulty", "changing"))
+        assert kvlab("run", *TINY, "policy=changing", "--import", "mine.py", "--no-table") == 0
+    values = [result["metrics"]["perplexity"]["value"] for result in results(tmp_path / "outputs").values()]
+    assert len(values) == 2 and values[0] != values[1]
+
+
+def test_a_budget_of_the_total_is_each_rows_own(tmp_path):
+    rows = [{"prompt": "word " * 30, "answer": "x", "new_tokens": n, "id": str(n)} for n in (2, 60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["model=tiny-llama", "logger=none", "task=prompts", "task.file=rows.jsonl", "runtime.threads=1", "--no-table"]
+    for size in (1, 2):
+        budget = [
+            "policy=streaming_llm",
+            "budget.of=total",
+            "budget.ratio=0.5",
+            f"runtime.batch_size={size}",
+            f"output_dir=o{size}",
+        ]
+        assert kvlab("run", *common, *budget) == 0
+    one, two = (
+        {
+            record["id"]: record["memory"]["kept"]
+            for record in map(json.loads, next(iter(sample_lines(tmp_path / f"o{size}").values())))
+        }
+        for size in (1, 2)
+    )
+    assert one == two and one["60"] > one["2"]

@@ -57,8 +57,8 @@ class Task:
     main_metric: ClassVar[str] = ""
     stop: ClassVar[tuple[str, ...]] = ()
     """Strings that end an output."""
-    places: ClassVar[tuple[str, ...]] = ("file", "folder")
-    """Settings that say where data is; what identifies a run is the data's hash instead."""
+    places: ClassVar[tuple[str, ...]] = ()
+    """Settings that say where data is, and that `data_hash` stands for in a run's identity: moved data is the same data."""
 
     @property
     def label(self) -> str:

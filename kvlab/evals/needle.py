@@ -30,7 +30,7 @@ class Needle(Task):
 
     kind      passkey, needle, multikey, multivalue, multiquery, variables, common_words, frequent_words, key_value
     lengths   tokens of the whole prompt; depths: where the needle stands, 0 (start) to 1 (end)
-    n         samples in all, dealt out over the grid
+    n         samples at each length and depth
     needles   keys, values, queries or hops, for the kinds that have several
     haystack  noise, prose, or folder (`folder` holds .txt files)
     chat      use the chat template; null: where the model has one
@@ -39,7 +39,7 @@ class Needle(Task):
     kind: str = "passkey"
     lengths: tuple[int, ...] = (500,)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    n: int = 25
+    n: int = 5
     needles: int = 4
     haystack: Literal["noise", "prose", "folder"] = "noise"
     folder: str | None = None
@@ -48,6 +48,7 @@ class Needle(Task):
     seed: int = 0
 
     main_metric: ClassVar[str] = "accuracy"
+    places: ClassVar[tuple[str, ...]] = ("folder",)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -75,9 +76,9 @@ class Needle(Task):
         return self._haystack.hash
 
     def samples(self, tokenizer: Any) -> list[Sample]:
-        """One puzzle after the other, each on the next place of the grid, drawn from the seed and its number alone."""
-        grid = [(length, depth) for length in self.lengths for depth in self.depths]
-        return [self._sample(tokenizer, number, *grid[number % len(grid)]) for number in range(self.n)]
+        """`n` puzzles at each place of the grid, each drawn from the seed, its place and its number alone."""
+        places = [(length, depth) for length in self.lengths for depth in self.depths]
+        return [self._sample(tokenizer, number, *place) for number in range(self.n) for place in places]
 
     def _sample(self, tokenizer: Any, number: int, length: int, depth: float) -> Sample:
         chat = uses_chat(tokenizer, self.chat)
@@ -100,11 +101,11 @@ class Needle(Task):
         prompt = make_prompt(tokenizer, puzzle.context, puzzle.question, puzzle.answer_start, chat)
         gold = answer_ids(tokenizer, ", ".join(puzzle.answers), puzzle.answer_start)
         return Sample(
-            id=f"{self.kind}-{number:05d}",
+            id=f"{length}-{depth:g}-{number:04d}",
             prompt=prompt,
             gold=gold,
             answers=puzzle.answers,
-            new_tokens=self.new_tokens or len(gold) + 8,
+            new_tokens=self.new_tokens or 8 * (len(gold) // 8 + 2),  # in steps of 8, so that batches hold like samples
             fields={"length": length, "depth": puzzle.depth},
         )
 

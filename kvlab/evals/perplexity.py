@@ -42,6 +42,7 @@ class Perplexity(Task):
     scored: int | None = None
 
     main_metric: ClassVar[str] = "perplexity"
+    places: ClassVar[tuple[str, ...]] = ("file",)
 
     def __post_init__(self) -> None:
         if self.file and self.dataset:

@@ -37,6 +37,11 @@ class Prompts(Task):
     chat: bool | None = None
 
     main_metric: ClassVar[str] = "accuracy"
+    places: ClassVar[tuple[str, ...]] = ("file",)
+
+    def __post_init__(self) -> None:
+        if self.new_tokens == 0:
+            raise SettingError("task.new_tokens=0: use at least 1")
 
     @cached_property
     def _path(self) -> Path:
@@ -44,7 +49,7 @@ class Prompts(Task):
 
     @cached_property
     def _rows(self) -> list[Row]:
-        rows = table_rows(self._path, ())[: self.limit]
+        rows = table_rows(self._path)[: self.limit]
         if not rows:
             raise SettingError("task.limit=0: leave it out, or use at least 1")
         for number, row in enumerate(rows, 1):
@@ -70,7 +75,7 @@ class Prompts(Task):
 
     def _sample(self, tokenizer: Any, number: int, row: Row) -> Sample:
         chat, start = uses_chat(tokenizer, self.chat), str(row.get("answer_start", ""))
-        context, question = (row["prompt"], "") if "prompt" in row else (row["context"].rstrip() + "\n\n", row["question"])
+        context, question = (row["prompt"], "") if "prompt" in row else (row["context"], row["question"])
         prompt = make_prompt(tokenizer, context, question, start, chat)
         before = start if start or chat else question or context
         if "choices" in row:
@@ -83,7 +88,7 @@ class Prompts(Task):
             prompt=prompt,
             gold=gold,
             answers=answers,
-            new_tokens=int(row.get("new_tokens") or self.new_tokens),
+            new_tokens=int(row.get("new_tokens", self.new_tokens)),
         )
 
     def grade(self, sample: Sample, output: str) -> dict[str, float]:
@@ -112,6 +117,8 @@ def _problem(row: Row) -> str | None:
     for name in ("prompt", "context", "question"):
         if name in row and not (isinstance(row[name], str) and row[name].strip()):
             return f"{name!r} must be text that isn't empty"
+    if not str(row.get("new_tokens", 1)).isdigit() or not int(row.get("new_tokens", 1)):
+        return "'new_tokens' must be a whole number of at least 1"
     if "choices" in row:
         if not isinstance(row["choices"], list) or len(row["choices"]) < 2 or not all(str(c).strip() for c in row["choices"]):
             return "'choices' must be a list of at least two texts"
@@ -138,7 +145,10 @@ def _answers(row: Row) -> tuple[str, ...]:
 
 
 def _gold_choice(row: Row) -> int | None:
-    answer, choices = row.get("answer"), row["choices"]
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return answer if 0 <= answer < len(choices) else None
-    return choices.index(answer) if answer in choices else None
+    """Number of the right choice: the one that `answer` is, else the one that it numbers; None if neither."""
+    answer, choices = row.get("answer"), [str(choice) for choice in row["choices"]]
+    if str(answer) in choices:
+        return choices.index(str(answer))
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return answer
+    return None

@@ -13,7 +13,8 @@ from kvlab.evals.haystack import Haystack
 from kvlab.hints import did_you_mean
 from kvlab.settings import SettingError
 
-TABLES = {".csv": "read_csv", ".parquet": "read_parquet", ".jsonl": "", ".json": ""}
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of files that hold rows."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def text_hash(text: str) -> str:
+    """BLAKE2 of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def existing_file(value: str, where: str) -> Path:
     """The file that a setting names. Raises SettingError if there is none, or nothing in it."""
     path = Path(value).expanduser()
@@ -50,13 +56,18 @@ def file_text(value: str, column: str) -> Text:
     """A .txt or .md file as it is; of a .jsonl, .json, .csv or .parquet file a column, its rows a blank line apart."""
     path = existing_file(value, "task.file")
     if path.suffix in TABLES:
-        text = "\n\n".join(str(row[column]) for row in table_rows(path, (column,)))
+        rows = table_rows(path)
+        if not any(column in row for row in rows):
+            known = dict.fromkeys(name for row in rows for name in row)
+            has = f"{did_you_mean(column, known)}; it has: {', '.join(known)}"
+            raise SettingError(f"{path}: no row has a field {column!r}{has}; set task.column")
+        text = "\n\n".join(str(row[column]) for row in rows if column in row)
     else:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise SettingError(f"task.file={value}: no UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
-    return Text(text, file_hash(path))
+    return Text(text, text_hash(text))
 
 
 def dataset_text(name: str, config: str | None, split: str, column: str) -> Text:
@@ -73,24 +84,24 @@ def dataset_text(name: str, config: str | None, split: str, column: str) -> Text
     if column not in rows.column_names:
         raise SettingError(f"task.dataset={name} has no column {column!r}: set task.column to one of {rows.column_names}")
     text = "\n\n".join(str(value) for value in rows[column] if value)
-    return Text(text, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    return Text(text, text_hash(text))
 
 
-def table_rows(path: Path, needed: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of a .jsonl, .json, .csv or .parquet file. Raises SettingError that names the file, the row and the lack."""
+def table_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a .jsonl, .json, .csv or .parquet file, without what is empty. Raises SettingError naming file and row."""
+    if path.suffix not in TABLES:
+        raise SettingError(f"{path}: rows are read from {', '.join(TABLES)}, not from {path.suffix or 'a file without suffix'}")
     rows = list(_json_rows(path)) if path.suffix in (".jsonl", ".json") else _frame_rows(path)
     if not rows:
         raise SettingError(f"{path} has no rows")
-    for number, row in enumerate(rows, 1):
-        for column in needed:
-            if column not in row:
-                hint = did_you_mean(column, row) or f"; it has: {', '.join(map(str, row))}"
-                raise SettingError(f"{path}, row {number}: no field {column!r}{hint}")
-    return rows
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{path}: no UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
     if path.suffix == ".json":
         rows = _parsed(text, f"{path}")
         if not isinstance(rows, list):
@@ -116,7 +127,15 @@ def _frame_rows(path: Path) -> list[dict[str, Any]]:
     import pandas
 
     try:
-        frame = getattr(pandas, TABLES[path.suffix])(path)
+        # Every cell of a .csv is text as it stands: 007 is not 7, NA is not missing.
+        csv = path.suffix == ".csv"
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False) if csv else pandas.read_parquet(path)
     except (ValueError, ImportError, OSError) as error:
         raise SettingError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+    return [{str(name): _plain_value(value) for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _plain_value(value: Any) -> Any:
+    """A cell as JSON would have it; None for an empty one."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return None if value == "" or value != value else value  # NaN differs from itself

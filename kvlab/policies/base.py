@@ -7,8 +7,10 @@ A policy is a frozen dataclass registered by name. Its fields are its settings (
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import hashlib
+import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -173,17 +175,34 @@ def make_policy(name: str, **settings: object) -> Policy:
 def import_modules(modules: Sequence[str]) -> None:
     """Import the user's own modules, by name or as a .py file, so that what they register is known.
 
-    Names are looked for in the current folder too. Raises PolicyError if one can't be found.
+    Names are looked for in the current folder too, after everything installed. Raises PolicyError if one can't be imported.
     """
     for module in modules:
         path = Path(module)
-        folder, name = (str(path.parent.resolve()), path.stem) if path.suffix == ".py" else (str(Path.cwd()), module)
+        folder = str(path.parent.resolve() if path.suffix == ".py" else Path.cwd())
         if folder not in sys.path:
-            sys.path.insert(0, folder)
+            sys.path.append(folder)
         try:
-            importlib.import_module(name)
+            _run_file(path) if path.suffix == ".py" else importlib.import_module(module)
+        except FileNotFoundError as error:
+            raise PolicyError(f"--import {module}: there is no such file") from error
         except ModuleNotFoundError as error:
-            raise PolicyError(f"--import {module}: {error}; give a .py file, or a module on PYTHONPATH") from error
+            hint = "; give a .py file, or a module on PYTHONPATH" if error.name == module else ""
+            raise PolicyError(f"--import {module}: {error}{hint}") from error
+        except Exception as error:  # the user's code may raise anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" ({last.filename}, line {last.lineno})" if last.filename != __file__ else ""
+            raise PolicyError(f"--import {module}: {type(error).__name__}: {error}{where}") from error
+
+
+def _run_file(path: Path) -> None:
+    """Import a file under a name of its own, so that it can't stand in for another module (a policy in random.py)."""
+    name = f"kvlab_own_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PolicyError(f"{path} can't be imported")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 _plugins_loaded = False
