@@ -10,7 +10,7 @@ from typing import Any
 
 from kvlab.hints import did_you_mean
 from kvlab.metrics import make_metric
-from kvlab.tables import Cell, Samples, Where, better_of, error_of, main_metric, read_groups, samples_of
+from kvlab.tables import Samples, StoredCell, Where, better_of, error_of, main_metric, read_groups, samples_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def breakdown(where: Where, by: str | Sequence[str]) -> list[Breakdown]:
     return found
 
 
-def _break_down(title: str, cells: Sequence[Cell], by: Sequence[str], known: set[str]) -> Breakdown:
+def _break_down(title: str, cells: Sequence[StoredCell], by: Sequence[str], known: set[str]) -> Breakdown:
     """Metric over the samples of each combination of field values; adds the fields there are to `known`."""
     name, warnings = main_metric(cells), [f"{c.about}: failed: {error_of(c.facts)}" for c in cells if not c.ok]
     rows: list[Any] = []

@@ -154,19 +154,19 @@ def _run(options: argparse.Namespace) -> int:
 def _report(cells: Sequence[Cell]) -> None:
     """The comparison at the end of a sweep."""
     from kvlab.render import render
-    from kvlab.tables import compare
+    from kvlab.tables import compare, stored_references
 
     found = [cell.folder for cell in cells if (cell.folder / "result.json").exists()]
     if found:
-        print(render(compare(found), "text"))
+        print(render(compare(found, stored_references()), "text"))
 
 
 def _table(options: argparse.Namespace) -> int:
     from kvlab.breakdown import breakdown
     from kvlab.render import render
-    from kvlab.tables import compare
+    from kvlab.tables import compare, stored_references
 
-    items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where)
+    items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where, stored_references())
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
     return 0
 

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml  # type: ignore[import-untyped]
+
 from kvlab.metrics import Difference, at_chance, compare_records
+from kvlab.paths import conf_dir
+from kvlab.results import SCHEMA, read_records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +25,6 @@ Where = str | Path | Sequence[str | Path]
 Samples = dict[str, dict[str, Any]]
 """Sample records by id."""
 
-SCHEMA = 1
 UNITS = ("ratio", "tokens", "bytes")
 MEMORY = ("kept_fraction", "kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes")
 SPEED = ("prefill_s", "prefill_tokens_per_s", "decode_tokens_per_s", "policy_ms_per_step", "batch_size")
@@ -37,7 +40,7 @@ _OWN_KEYS = {"name", "output_dir", "policy", "budget", "codec", "share", "logger
 
 
 @dataclass(frozen=True)
-class Cell:
+class StoredCell:
     """One run on disk: its folder, what `result.json` says, and that in flat columns (`facts`: COLUMNS without METRIC)."""
 
     path: Path
@@ -126,7 +129,7 @@ def find_cells(where: Where) -> list[Path]:
     return sorted(cells.values())
 
 
-def read_cells(where: Where) -> tuple[list[Cell], list[str]]:
+def read_cells(where: Where) -> tuple[list[StoredCell], list[str]]:
     """All readable cells, and a line for each that is left out (broken, or of another version).
 
     Raises ValueError if none is readable.
@@ -137,34 +140,13 @@ def read_cells(where: Where) -> tuple[list[Cell], list[str]]:
             result = json.loads((path / "result.json").read_bytes())
             if result["schema"] != SCHEMA:
                 raise ValueError(f"schema {result['schema']}, not {SCHEMA}")
-            cells.append(Cell(path, result, _facts(path, result)))
+            cells.append(StoredCell(path, result, _facts(path, result)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             lacks = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             skipped.append(f"{path / 'result.json'} is left out ({lacks}): delete it and run this cell again")
     if not cells:
         raise ValueError(f"no readable results: {skipped[0]}")
     return cells, skipped
-
-
-def read_samples(cell: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The records of a cell's `samples.jsonl`, and whether its last line was torn by an interrupted write (left out).
-
-    Of records with the same id the last one counts. Raises ValueError if the file is missing or an earlier line is broken.
-    """
-    path = cell / "samples.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: run this cell again")
-    lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
-    records: Samples = {}
-    for number, line in lines:
-        try:
-            record = json.loads(line)
-            records[record["id"]] = record
-        except (ValueError, KeyError, TypeError):  # not JSON or UTF-8, no id, no object
-            if number == lines[-1][0]:
-                return list(records.values()), True
-            raise ValueError(f"{path}:{number} is no sample: delete this cell and run it again") from None
-    return list(records.values()), False
 
 
 def load_results(where: Where = "outputs") -> pd.DataFrame:
@@ -200,6 +182,12 @@ def compare(where: Where, references: Mapping[str, tuple[float, float]] | None =
     return found
 
 
+def stored_references() -> dict[str, tuple[float, float]]:
+    """What full caches scored where kvlab was checked (conf/references.yaml): comparison_id to (value, tolerance)."""
+    known = yaml.safe_load((conf_dir() / "references.yaml").read_text())
+    return {key: (entry["value"], entry["tolerance"]) for key, entry in (known or {}).items()}
+
+
 def _facts(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """What a result says, in flat columns. KeyError for what every result must have."""
     budget, memory, speed = (result.get(part) or {} for part in ("budget", "memory", "speed"))
@@ -222,17 +210,17 @@ def _facts(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_groups(where: Where) -> tuple[dict[str, list[Cell]], dict[str, str], list[str]]:
+def read_groups(where: Where) -> tuple[dict[str, list[StoredCell]], dict[str, str], list[str]]:
     """Cells by comparison_id, in the rows' order; titles; what could not be read."""
     cells, skipped = read_cells(where)
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[StoredCell]] = {}
     for cell in cells:
         groups.setdefault(cell.facts["comparison_id"], []).append(cell)
-    groups = {key: sorted(group, key=Cell.order) for key, group in groups.items()}
+    groups = {key: sorted(group, key=StoredCell.order) for key, group in groups.items()}
     return groups, _titles(groups), skipped
 
 
-def _titles(groups: Mapping[str, Sequence[Cell]]) -> dict[str, str]:
+def _titles(groups: Mapping[str, Sequence[StoredCell]]) -> dict[str, str]:
     """A title for each comparison; those that would be equal also say in which settings they differ."""
     titles = {}
     for key, cells in groups.items():
@@ -250,7 +238,7 @@ def _titles(groups: Mapping[str, Sequence[Cell]]) -> dict[str, str]:
     return {key: f"{title} · {key[:8]}" if key in twice else title for key, title in titles.items()}
 
 
-def _settings(cells: Sequence[Cell]) -> dict[str, str]:
+def _settings(cells: Sequence[StoredCell]) -> dict[str, str]:
     """Dotted config keys that all cells of a comparison have in common, without those that cells are there to vary."""
     flat = [dict(_flatten(cell.result.get("config") or {})) for cell in cells]
     return {name: value for name, value in flat[0].items() if all(other.get(name) == value for other in flat)}
@@ -266,19 +254,19 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
-def samples_of(cell: Cell, warnings: list[str]) -> Samples:
-    """Samples by id. What is wrong with the file becomes a warning; a broken file gives no samples."""
-    try:
-        records, torn = read_samples(cell.path)
-    except ValueError as error:
-        warnings.append(str(error))
-        return {}
-    if torn:
-        warnings.append(f"{cell.path / 'samples.jsonl'}: the last line was cut off by an interrupted write and is left out")
+def samples_of(cell: StoredCell, warnings: list[str]) -> Samples:
+    """Samples by id; of those with the same id the last one. What is wrong with the file becomes a warning."""
+    file = cell.path / "samples.jsonl"
+    if not file.is_file():
+        warnings.append(f"{file} is missing: run this cell again")
+    records, broken = read_records(file)
+    if broken:
+        lines = "1 line is" if broken == 1 else f"{broken} lines are"
+        warnings.append(f"{file}: {lines} no sample (an interrupted write?) and left out")
     return {record["id"]: record for record in records}
 
 
-def _compare(key: str, title: str, cells: Sequence[Cell], reference: tuple[float, float] | None) -> Comparison:
+def _compare(key: str, title: str, cells: Sequence[StoredCell], reference: tuple[float, float] | None) -> Comparison:
     full = cells[0] if cells[0].ok and cells[0].is_full else None
     metric = main_metric(cells)
     warnings: list[str] = []
@@ -289,17 +277,17 @@ def _compare(key: str, title: str, cells: Sequence[Cell], reference: tuple[float
     return comparison
 
 
-def main_metric(cells: Sequence[Cell]) -> str:
+def main_metric(cells: Sequence[StoredCell]) -> str:
     """The metric that a comparison is about, or nothing if no cell says."""
     return next((str(cell.result["main_metric"]) for cell in cells if cell.ok and cell.result.get("main_metric")), "")
 
 
-def better_of(cells: Sequence[Cell], metric: str) -> str:
+def better_of(cells: Sequence[StoredCell], metric: str) -> str:
     """Whether "higher" or "lower" is better, or nothing if no cell says."""
     return next((str(cell.metric(metric)["better"]) for cell in cells if cell.metric(metric).get("better")), "")
 
 
-def _row(cell: Cell, name: str, paired: bool, base: Samples, warnings: list[str]) -> Row:
+def _row(cell: StoredCell, name: str, paired: bool, base: Samples, warnings: list[str]) -> Row:
     """A cell's own numbers, and its differences from the full cache's samples `base` if it is to be paired with them."""
     if not cell.ok:
         return Row(cell.facts)
@@ -319,7 +307,7 @@ def _row(cell: Cell, name: str, paired: bool, base: Samples, warnings: list[str]
         return Row(cell.facts, **own)
 
 
-def _doubts(comparison: Comparison, cells: Sequence[Cell], reference: tuple[float, float] | None) -> list[str]:
+def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tuple[float, float] | None) -> list[str]:
     """What a reader must know before believing any difference."""
     doubts = []
     simulated = [cell.about for cell in cells if "simulated" in cell.facts["labels"]]

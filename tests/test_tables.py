@@ -13,7 +13,8 @@ import pytest
 from kvlab.breakdown import breakdown
 from kvlab.metrics import Difference, Metric, make_metric
 from kvlab.render import difference, number, render, with_error
-from kvlab.tables import COLUMNS, compare, find_cells, load_results, read_samples
+from kvlab.results import read_records
+from kvlab.tables import COLUMNS, compare, find_cells, load_results, read_cells, samples_of
 
 SPECS = {
     "accuracy": {"kind": "mean", "better": "higher", "of": "accuracy", "chance": 0.0},
@@ -106,31 +107,26 @@ class TestReading:
             with pytest.raises(ValueError, match=rf"no results in .*{re.escape(place)}: run `kvlab run"):
                 find_cells([tmp_path / "outputs", tmp_path / place])
 
-    def test_torn_last_line(self, disk):
+    def test_lines_that_are_no_samples_are_left_out_and_said(self, disk, tmp_path):
         path = disk(questions([1, 0, 1])) / "samples.jsonl"
         whole = path.read_bytes()
-        assert [record["id"] for record in read_samples(path.parent)[0]] == ["q000", "q001", "q002"]
-        path.write_bytes(whole[:-20])
-        records, torn = read_samples(path.parent)
-        assert ([record["id"] for record in records], torn) == (["q000", "q001"], True)
-        path.write_bytes(whole.rstrip(b"\n"))  # complete but for the newline
-        assert (len(read_samples(path.parent)[0]), read_samples(path.parent)[1]) == (3, False)
-        path.write_bytes(whole + '{"id": "é'.encode()[:-1])  # torn within a character
-        assert (len(read_samples(path.parent)[0]), read_samples(path.parent)[1]) == (3, True)
+        lines = whole.split(b"\n")
+        for text, ids in (
+            (whole[:-20], ["q000", "q001"]),
+            (whole.rstrip(b"\n"), ["q000", "q001"]),  # may lack more than the end of its line
+            (whole + '{"id": "é'.encode()[:-1], ["q000", "q001", "q002"]),  # torn within a character
+            (b"\n".join([lines[0], lines[1][:-9], lines[2], b""]), ["q000", "q002"]),
+        ):
+            path.write_bytes(text)
+            records, broken = read_records(path)
+            assert ([record["id"] for record in records], broken) == (ids, 1)
 
-    def test_broken_line_before_the_last(self, disk):
-        path = disk(questions([1, 0, 1])) / "samples.jsonl"
-        lines = path.read_text().splitlines()
-        path.write_text("\n".join([lines[0], lines[1][:-9], lines[2]]) + "\n")
-        with pytest.raises(ValueError, match=r"samples\.jsonl:2 is no sample"):
-            read_samples(path.parent)
-
-    def test_last_record_of_an_id_counts(self, disk):
+    def test_last_record_of_an_id_counts(self, disk, tmp_path):
         path = disk(questions([1, 0])) / "samples.jsonl"
-        again = questions([0])[0]
-        path.write_text(path.read_text() + json.dumps(again) + "\n")
-        records, _ = read_samples(path.parent)
-        assert {record["id"]: record["values"]["accuracy"] for record in records} == {"q000": 0, "q001": 0}
+        path.write_text(path.read_text() + json.dumps(questions([0])[0]) + "\n")
+        (cell,), _ = read_cells(path.parent)
+        samples = samples_of(cell, [])
+        assert {name: sample["values"]["accuracy"] for name, sample in samples.items()} == {"q000": 0, "q001": 0}
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}', '{"schema": 1, "status": "ok"}'])
     def test_broken_results_are_left_out_and_said(self, disk, tmp_path, text):
@@ -232,7 +228,7 @@ class TestCompare:
         path.write_bytes(path.read_bytes()[:-5])
         comparison = compare(tmp_path / "outputs")[0]
         assert comparison.rows[1].delta.n == 23
-        assert any("cut off" in warning and str(path) in warning for warning in comparison.warnings)
+        assert any("1 line is no sample" in warning and str(path) in warning for warning in comparison.warnings)
 
     def test_broken_samples_cost_one_row_only(self, disk, tmp_path):
         disk(questions(FULL))
