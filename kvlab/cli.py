@@ -188,7 +188,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _described(what: str, own: str | None) -> list[tuple[str, str]]:
     """Choices of a config group with a line on each: a docstring's, a model's description, or a file's first comment."""
-    from kvlab.compose import choices
+    from kvlab.choices import choices
     from kvlab.evals import task_class
     from kvlab.policies import policy_class
 

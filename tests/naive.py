@@ -261,7 +261,17 @@ def snap_scores(case: Case, held: list[int], kv_head: int, t: int, segment_weigh
     return scores
 
 
-def policy_scores(case: Case, state: State, kv_head: int, t: int, kind: str, segment_weights: list[list[Weights]]) -> Weights:
+def rank_between_prompts(rank: Weights, held: list[int], budget: int) -> Weights:
+    """Fewest votes first, until those with votes fill half of the budget; then the oldest of the others."""
+    voted = [j for j in held if j in rank]
+    if len(voted) > budget // 2:
+        return {j: rank.get(j, math.inf) for j in held}
+    return {j: math.inf if j in rank else float(j) for j in held}
+
+
+def policy_scores(
+    case: Case, state: State, kv_head: int, t: int, kind: str, segment_weights: list[list[Weights]], budget: int
+) -> Weights:
     """The policy's score of every held position of one KV head."""
     held = state.held[kv_head]
     if case.policy in ("full", "streaming_llm"):
@@ -275,7 +285,7 @@ def policy_scores(case: Case, state: State, kv_head: int, t: int, kind: str, seg
     if case.policy == "knorm":
         return {j: -to_14_bits(math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j]))) for j in held}
     if kind == "step":  # the snapkv family looks at attention at a prompt's end; what wasn't scored there goes last
-        return {j: state.rank[kv_head].get(j, math.inf) for j in held}
+        return rank_between_prompts(state.rank[kv_head], held, budget)
     return snap_scores(case, held, kv_head, t, segment_weights)
 
 
@@ -398,7 +408,7 @@ def decide(case: Case, state: State, segment: Segment, t: int, segment_weights: 
 
     ranks: list[list[Rank]] = []
     for kv_head in range(case.num_kv_heads):
-        scores = policy_scores(case, state, kv_head, t, segment.kind, segment_weights)
+        scores = policy_scores(case, state, kv_head, t, segment.kind, segment_weights, budgets[kv_head])
         recent = protected_recent(case, budgets[kv_head])
         ranks.append([rank_token(case, j, t, recent, scores[j]) for j in state.held[kv_head]])
 

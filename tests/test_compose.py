@@ -3,8 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from kvlab.cells import Cell
-from kvlab.compose import GROUPS, choices, run_hydra
+from kvlab.cells import GROUPS, Cell
+from kvlab.choices import choices
+from kvlab.compose import run_hydra
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_names
 from running import kvlab, results

@@ -126,8 +126,8 @@ FAULTS = {
     # turns, forks, isolation, determinism
     "only the first prompt is compressed": (
         "cache/layer.py",
-        "if (came & (self.store.lengths > self.limit)).any():",
-        "if not self.turn_start.any() and (came & (self.store.lengths > self.limit)).any():",
+        "if (came & (ranks | (self.store.lengths > self.limit))).any():",
+        "if not self.turn_start.any() and (came & (ranks | (self.store.lengths > self.limit))).any():",
         ["tests/contracts/test_turns.py"],
     ),
     "forks share their store": (
@@ -154,6 +154,61 @@ FAULTS = {
         "state = _combine(state, torch.arange(len(step.positions))[:, None, None])\n        if step.sample_ids is not None:",
         ["tests/contracts/test_determinism.py"],
     ),
+    "votes are forgotten after the prompt": (
+        "cache/decide.py",
+        "return _between_turns(step), tiers",
+        "return step.positions.float(), tiers",
+        ["tests/test_parity.py"],
+    ),
+    # protocols and runs
+    "the question is compressed with its context": (
+        "protocol.py",
+        "wanted = self.hold_back if self.hold_back is not None else max(1, prompt.question)",
+        "wanted = self.hold_back if self.hold_back is not None else 1",
+        ["tests/test_protocol.py"],
+    ),
+    "a ratio is of the compressed part alone": (
+        "protocol.py",
+        "known_len=[known for _, known, _ in shared],",
+        "known_len=[len(ids) for ids, _, _ in shared],",
+        ["tests/test_protocol.py"],
+    ),
+    "choices are scored one behind the other": (
+        "reading.py",
+        "fork = self.fork().take(rows)",
+        "fork = self.take(rows)",
+        ["tests/test_protocol.py"],
+    ),
+    "positions count pads": (
+        "reading.py",
+        "positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]",
+        "positions = (torch.ones_like(self.mask).cumsum(1) - 1)[:, -ids.shape[1] :]",
+        ["tests/test_protocol.py"],
+    ),
+    "finished samples are repeated": (
+        "runner.py",
+        "left = [sample for sample in batch if sample.id not in done]",
+        "left = batch",
+        ["tests/test_resume.py"],
+    ),
+    "what an interrupted write left behind stays": (
+        "runner.py",
+        "    store.repair()\n",
+        "",
+        ["tests/test_run.py", "tests/test_resume.py"],
+    ),
+    "other data is the same cell": (
+        "cells.py",
+        '"data": self.task.data_hash(),',
+        '"data": "",',
+        ["tests/test_run.py"],
+    ),
+    "differences are not paired": (
+        "metrics.py",
+        "return np.asarray((x - y)[drawn].mean(axis=-1))",
+        "return np.asarray(x[drawn].mean(axis=-1) - y[drawn - 1].mean(axis=-1))",
+        ["tests/test_metrics.py"],
+    ),
 }
 
 
@@ -161,7 +216,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(fault, tmp_path):
     file, line, replacement, suites = FAULTS[fault]
-    for name in ("kvlab", "tests", "conf"):
+    for name in ("kvlab", "tests", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     target = tmp_path / "kvlab" / file

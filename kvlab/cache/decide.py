@@ -20,7 +20,7 @@ def judge(policy: Policy, step: Step, window: int | None, special_ids: Tensor | 
         step.positions, step.now, num_sink=policy.num_sink, recent=step.recent, special=special, window=window
     )
     if policy.when == "prompt_end" and not step.prompt_end:
-        return step.state.get(RANK, step.positions.float()), tiers
+        return _between_turns(step), tiers
     scores = policy.score(step)
     if scores.shape != step.positions.shape:
         found, wanted = tuple(scores.shape), tuple(step.positions.shape)
@@ -29,3 +29,17 @@ def judge(policy: Policy, step: Step, window: int | None, special_ids: Tensor | 
         scores = scores.float() if not scores.is_floating_point() else scores
         scores = merge_group(scores[:, None], "mean").expand_as(scores)
     return scores, tiers
+
+
+def _between_turns(step: Step) -> Scores:
+    """Scores for a policy that has its say at a turn's end only: what it scored lowest there goes first.
+
+    Half of the budget stays with what was scored; from there on the oldest of the others leaves.
+    """
+    by_age = step.positions.float()
+    rank = step.state.get(RANK)
+    if rank is None:
+        return by_age
+    scored = rank.isfinite() & (step.positions >= 0)
+    enough = scored.sum(-1) > step.budget // 2
+    return torch.where(enough[..., None], rank, by_age.to(rank.dtype).masked_fill(scored, float("inf")))

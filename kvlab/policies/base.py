@@ -66,7 +66,7 @@ class Policy:
     """False for a policy that holds everything, whatever the budget."""
     when: ClassVar[Literal["every_step", "prompt_end"]] = "every_step"
     """`prompt_end`: decides at the end of each turn only. In between the cache remembers the scores of that decision: the token
-    with the lowest leaves, and when none is left that was scored, the oldest unprotected one."""
+    with the lowest leaves, until scored ones fill half of the budget; then the oldest unprotected of the others."""
     phase: ClassVar[Literal["after_attention", "before_attention"]] = "after_attention"
     """`after_attention`: reads up to B + 1 tokens, then drops to B. `before_attention`: makes room first, reads up to B."""
     coupling: ClassVar[Literal["head", "layer"]] = "head"

@@ -19,8 +19,8 @@ class SnapKV(Policy):
     obs_window    how many last queries vote; their own tokens are kept
     kernel, pool  pooling of the votes along positions (the released LongBench settings: 7, max)
     group         how a KV head's query heads merge, per query
-    after_prompt  `rank`: at each decode step the token with the fewest votes leaves, so the budget holds and the tokens with
-                  the most votes stay longest;
+    after_prompt  `rank`: the budget holds; at each decode step the token with the fewest votes leaves, until those with votes
+                  fill half of the budget, and then the oldest of the others;
                   `grow`: decoded tokens are all kept, as published
     """
 

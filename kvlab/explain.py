@@ -1,0 +1,72 @@
+"""Hydra's errors in one line that says what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.errors import MissingConfigException
+
+from kvlab.cells import GROUPS, KEYS
+from kvlab.choices import choices, default_choice, settings_of
+from kvlab.hints import did_you_mean
+
+NO_CHOICE = "Config group override must be a string"
+"""What Hydra says where a group is given nothing; the one complaint that isn't an exception of its own."""
+
+
+def explain(error: Exception, arguments: Sequence[str], own: str | None = None) -> str:
+    """What was wrong with a command line, and what to change, from Hydra's error."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and (group := _missing_group(text)):
+        name, known = group[1], choices(group[0], own)
+        return f"{group[0]}={name}: there is no such choice{did_you_mean(name, known)}; choices: {', '.join(known)}"
+    if found := re.search(r"Could not override '([\w./@-]+)'", text):
+        return _unknown_key(found[1], arguments, own)
+    if found := re.search(r"extraneous input|mismatched input|no viable alternative|token recognition|missing EQUAL", text):
+        culprit = _culprit(text, arguments)
+        return f"{culprit}: not of the form KEY=VALUE; put quotes around values with special characters, as in 'key=\"a=b\"'"
+    if found := re.search(r"Ambiguous value for argument '([^']*)'", text):
+        return f"{found[1]}: --cfg and --info show one config, so give one value"
+    if NO_CHOICE in text:
+        culprit = next((a for a in arguments if a.split("=")[0] in GROUPS and a.endswith(("=null", "="))), "a group")
+        return f"{culprit}: choose one of {', '.join(choices(culprit.split('=')[0], own)) or 'its choices'}"
+    if found := re.search(r"Multiple values for ([\w./]+)", text):
+        return f"{found[1]} is given more than once: give it once, several values with commas between ({found[1]}=a,b)"
+    if found := re.search(r"Error merging override (\S+)", text):
+        return f"{found[1]}: {_last_line(text)}"
+    return " ".join(text.split())
+
+
+def _missing_group(text: str) -> tuple[str, str] | None:
+    found = re.search(r"(?:In '[^']*': )?Could not (?:find|load) '?([\w]+)/([^'\s]+)'?", text)
+    return (found[1], found[2].removesuffix(".yaml")) if found and found[1] in GROUPS else None
+
+
+def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
+    """A key that the config does not have: a group misspelt, or a setting that its choice lacks."""
+    group, _, setting = key.partition(".")
+    if not setting or group not in GROUPS:
+        return f"{key}: there is no such setting{did_you_mean(group, KEYS)}; settings: {', '.join(KEYS)}"
+    if group == "budget" and setting in ("ratio", "tokens", "bytes"):
+        value = next((a.partition("=")[2] for a in arguments if a.startswith(f"{key}=")), "...")
+        return f"{key} goes with its own kind of budget: budget={setting} {key}={value}"
+    names = _chosen(group, arguments)
+    lacking = next((name for name in names if setting not in settings_of(group, name, own)), names[0])
+    known = settings_of(group, lacking, own)
+    has = f"; it has: {', '.join(known)}" if known else ""
+    return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
+
+
+def _chosen(group: str, arguments: Sequence[str]) -> list[str]:
+    """What the arguments choose of a group, or what is chosen by default."""
+    given = next((a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")), None)
+    return (given or default_choice(group) or "").split(",")
+
+
+def _culprit(text: str, arguments: Sequence[str]) -> str:
+    return next((argument for argument in arguments if argument and argument in text), "a setting")
+
+
+def _last_line(text: str) -> str:
+    return [line.strip() for line in text.splitlines() if line.strip()][-1]
