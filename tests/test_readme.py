@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from kvlab.cli import policy_table
 from kvlab.embedded import is_fetched
 from kvlab.policies import policy_class, policy_names
+from kvlab.tiny import tiny_model, tiny_tokenizer
+from running import kvlab
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,6 +36,22 @@ def test_every_make_target_that_the_documents_name_exists():
     for document in ("README.md", "CONTRIBUTING.md"):
         named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / document).read_text(), re.MULTILINE))
         assert named and named <= targets, document
+
+
+def test_every_command_of_the_readme_can_be(tmp_path, monkeypatch, capsys):
+    """Each `kvlab run` is composed and checked on a tiny model, with files of the names that it mentions."""
+    (tmp_path / "my_text.txt").write_text("Some words that stand in a text of one's own. " * 200)
+    (tmp_path / "my_prompts.jsonl").write_text(re.search(r"```json\n(.*?)\n", README)[1] + "\n")
+    (tmp_path / "my_module.py").write_text(next(block for block in BLOCKS if "@register" in block))
+    tiny_model("llama").save_pretrained(tmp_path / "my-model")
+    tiny_tokenizer().save_pretrained(tmp_path / "my-model")
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line, comments=True) for line in README.splitlines() if line.startswith("kvlab run ")]
+    assert len(commands) >= 7
+    for _, *arguments in commands:
+        model = [] if "model=path" in arguments else ["model=tiny-llama"]
+        code = kvlab(*arguments, *model, *([] if "--dry-run" in arguments else ["--dry-run"]))
+        assert code == 0, (arguments, capsys.readouterr().err)
 
 
 @pytest.mark.embedded
