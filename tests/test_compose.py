@@ -1,5 +1,7 @@
 """Every file in conf/ composes to a cell that can be; choices of the user's own are found."""
 
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -8,6 +10,7 @@ from kvlab.choices import choices
 from kvlab.compose import run_hydra
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_names
+from kvlab.tables import stored_references
 from running import kvlab, results
 
 NEEDED = {("model", "path"): ["model.path=tiny/model"], ("task", "prompts"): ["task.file=rows.jsonl"]}
@@ -66,6 +69,16 @@ def test_the_demo_is_the_sweep_that_the_readme_shows():
     assert perplexity.windows >= 8
     passkey = next(cell.task for cell in cells.values() if cell.task.name == "needle")
     assert (len(passkey.depths) * passkey.n >= 24, passkey.lengths, passkey.haystack) == (True, (500,), "noise")
+
+
+def test_the_demos_references_are_found():
+    """The ids in conf/references.yaml are those of today's identities. Prose differs between releases of Python."""
+    passkey, perplexity = (
+        Cell.of(composed("experiment=demo", f"task={task}")[0]) for task in ("demo_passkey", "demo_perplexity")
+    )
+    assert passkey.comparison_id in stored_references()
+    if sys.version_info[:2] == (3, 11):
+        assert perplexity.comparison_id in stored_references()
 
 
 def test_one_seed_is_everybodys():
