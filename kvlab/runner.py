@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import os
 import platform
 import statistics
@@ -162,7 +163,9 @@ def _memory(reading: Reading) -> list[dict[str, float]]:
 def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record]) -> dict[str, Any]:
     """Metrics, memory and speed of a finished cell, from its records alone."""
     metrics = {name: metric.as_dict() for name, metric in cell.task.metrics(records).items()}
-    main = cell.task.main_metric if cell.task.main_metric in metrics else next(iter(metrics), "")
+    if not metrics:
+        raise ValueError(f"task {cell.task.name} gave no metrics")
+    main = cell.task.main_metric if cell.task.main_metric in metrics else next(iter(metrics))
     names = ("kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes")
     memory: dict[str, Any] = {name: statistics.fmean(record["memory"][name] for record in records) for name in names}
     seen = sum(record["memory"]["seen"] for record in records)
@@ -173,7 +176,11 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
         "memory": memory,
         "speed": _speed(cell, [record["speed"] for record in records]),
         "query_aware": any(record["query_aware"] for record in records),
-        "tokens": {"prompt": sum(len(sample.prompt.ids) for sample in samples), "samples": len(samples)},
+        "prompts": {
+            "samples": len(samples),
+            "tokens": sum(len(sample.prompt.ids) for sample in samples),
+            "hash": hashlib.blake2b(repr([sample.prompt.ids for sample in samples]).encode(), digest_size=8).hexdigest(),
+        },
     }
 
 

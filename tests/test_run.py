@@ -46,6 +46,7 @@ def test_a_cell_is_recorded_with_everything_that_a_reader_needs(tmp_path):
     assert result["speed"]["prefill_s"] > 0 and result["speed"]["decode_tokens_per_s"] > 0
     assert result["provenance"]["versions"]["transformers"] and result["provenance"]["dtype"] == "torch.float32"
     assert result["query_aware"] is False and result["labels"] == []
+    assert (result["prompts"]["samples"], result["prompts"]["tokens"], len(result["prompts"]["hash"])) == (4, 4 * 48, 16)
     config = yaml.safe_load((tmp_path / "outputs" / path / "config.yaml").read_text())
     assert config["policy"]["heavy_share"] == 0.25 and config == result["config"]
     records = [json.loads(line) for line in sample_lines(tmp_path / "outputs")[path]]
