@@ -265,3 +265,17 @@ def test_a_budget_of_the_total_is_each_rows_own(tmp_path):
         for size in (1, 2)
     )
     assert one == two and one["60"] > one["2"]
+
+
+def test_a_line_that_an_interrupted_write_left_behind_is_made_again(tmp_path):
+    command = ("run", *TINY, "policy=h2o", "runtime.batch_size=1", "--no-table")
+    assert kvlab(*command) == 0
+    ((path, before),) = results(tmp_path / "outputs").items()
+    folder = tmp_path / "outputs" / path
+    (folder / "result.json").unlink()
+    lines = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_bytes(lines[0] + lines[1] + lines[2][:40])
+    assert kvlab(*command) == 0
+    after = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    assert after[:2] == lines[:2] and [json.loads(line)["id"] for line in after] == [json.loads(line)["id"] for line in lines]
+    assert results(tmp_path / "outputs")[path]["metrics"] == before["metrics"]
