@@ -23,6 +23,7 @@ from kvlab.models import ModelSpec, spec_from_config
 from kvlab.outline import device_of, dtype_of, fingerprint
 from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
+from kvlab.results import CellStore
 from kvlab.settings import SettingError, build
 from kvlab.tracking import TrackingSettings
 
@@ -87,6 +88,9 @@ class Cell:
         for key in config:
             if key not in KEYS:
                 raise SettingError(f"{key}: there is no such setting{did_you_mean(key, KEYS)}; settings: {', '.join(KEYS)}")
+        for key in ("experiment", "debug"):
+            if config.get(key):
+                raise SettingError(f"{key}: the file's first line must be `# @package _global_`, or its settings go nowhere")
         runtime = build(Runtime, config.get("runtime") or {}, "runtime")
         for group in ("codec", "share"):
             if config.get(group):
@@ -154,6 +158,13 @@ class Cell:
         parts = (self.model.name, self.task.label, self.protocol.name, self.policy_label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
+    def full_cache_results(self) -> list[Path]:
+        """Folders of finished full-cache cells beside this one, which it may be compared with."""
+        beside = self.folder.parent.parent.glob("full/*/result.json")
+        return [
+            file.parent for file in beside if (CellStore(file.parent).result() or {}).get("comparison_id") == self.comparison_id
+        ]
+
     # -------------------------------------------------------------------------------------------------- labels
 
     @property
@@ -181,7 +192,8 @@ class Cell:
     def label(self) -> str:
         """For progress lines."""
         budget = "" if self.budget == Budget() else f" {self.budget_label}"
-        return f"{self.policy_label}{budget}, {self.task.label}"
+        protocol = "" if self.protocol.name == "prompt" else f", {self.protocol.name}"
+        return f"{self.policy_label}{budget}, {self.task.label}{protocol}"
 
     @property
     def labels(self) -> list[str]:
@@ -233,7 +245,10 @@ def own_code(settings: Any) -> dict[str, str]:
 def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
     settings = config.get(group)
     if not isinstance(settings, Mapping) or not settings.get("name"):
-        raise SettingError(f"{group}={settings!r}: choose one with {group}=NAME")
+        raise SettingError(
+            f"{group}={settings!r}: choose one with {group}=NAME; in an experiment file with `override /{group}: NAME` under "
+            "defaults, or several under hydra.sweeper.params"
+        )
     return dict(settings)
 
 

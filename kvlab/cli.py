@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"kvlab: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `kvlab table | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:  # a full disk, a folder that can't be read
         if "KVLAB_DEBUG" in os.environ:
             raise
@@ -156,7 +159,8 @@ def _report(cells: Sequence[Cell]) -> None:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
-    found = [cell.folder for cell in cells if (cell.folder / "result.json").exists()]
+    fulls = [path for cell in cells for path in cell.full_cache_results()]  # also those of earlier sweeps
+    found = list(dict.fromkeys([*fulls, *(cell.folder for cell in cells if (cell.folder / "result.json").exists())]))
     if found:
         print(render(compare(found, stored_references()), "text"))
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hydra.errors import MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 
 from kvlab.cells import GROUPS, KEYS
 from kvlab.choices import choices, default_choice, settings_of
 from kvlab.hints import did_you_mean
 
+OWN_WAY = {
+    "model": "; a folder, .gguf file or hub id: model=path model.path={name}",
+    "policy": "; your own: --import FILE",
+    "task": "; your own: --import FILE",
+}
+"""What else a choice that is unknown may have meant."""
 NO_CHOICE = "Config group override must be a string"
 """What Hydra says where a group is given nothing; the one complaint that isn't an exception of its own."""
 
@@ -20,17 +27,22 @@ def explain(error: Exception, arguments: Sequence[str], own: str | None = None) 
     text = str(error)
     if isinstance(error, MissingConfigException) and (group := _missing_group(text)):
         name, known = group[1], choices(group[0], own)
-        return f"{group[0]}={name}: there is no such choice{did_you_mean(name, known)}; choices: {', '.join(known)}"
+        own_way = OWN_WAY.get(group[0], "").format(name=name)
+        return f"{group[0]}={name}: there is no such choice{did_you_mean(name, known)}; choices: {', '.join(known)}{own_way}"
     if found := re.search(r"Could not override '([\w./@-]+)'", text):
         return _unknown_key(found[1], arguments, own)
     if found := re.search(r"extraneous input|mismatched input|no viable alternative|token recognition|missing EQUAL", text):
-        culprit = _culprit(text, arguments)
-        return f"{culprit}: not of the form KEY=VALUE; put quotes around values with special characters, as in 'key=\"a=b\"'"
+        return (
+            f"{_unparsable(arguments)}: not of the form KEY=VALUE without blanks; several values as KEY=a,b, a list as "
+            "KEY=[a,b], quotes around values with special characters, as in 'key=\"a=b\"'"
+        )
     if found := re.search(r"Ambiguous value for argument '([^']*)'", text):
         return f"{found[1]}: --cfg and --info show one config, so give one value"
     if NO_CHOICE in text:
-        culprit = next((a for a in arguments if a.split("=")[0] in GROUPS and a.endswith(("=null", "="))), "a group")
-        return f"{culprit}: choose one of {', '.join(choices(culprit.split('=')[0], own)) or 'its choices'}"
+        culprit = next((a for a in arguments if _no_choice(a, own)), "a group")
+        which, _, value = culprit.partition("=")
+        way = f"; for a number: budget=tokens budget.tokens={value}" if which == "budget" and value.isdigit() else ""
+        return f"{culprit}: choose one of {', '.join(choices(which, own))}{way}"
     if found := re.search(r"Multiple values for ([\w./]+)", text):
         return f"{found[1]} is given more than once: give it once, several values with commas between ({found[1]}=a,b)"
     if found := re.search(r"Error merging override (\S+)", text):
@@ -51,8 +63,15 @@ def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
     if group == "budget" and setting in ("ratio", "tokens", "bytes"):
         value = next((a.partition("=")[2] for a in arguments if a.startswith(f"{key}=")), "...")
         return f"{key} goes with its own kind of budget: budget={setting} {key}={value}"
+    if group == "budget" and (near := did_you_mean(setting, ("tokens", "bytes"))):
+        return f"{key}: there is no such setting{near}; tokens go with budget=tokens, bytes with budget=bytes"
     names = _chosen(group, arguments)
     lacking = next((name for name in names if setting not in settings_of(group, name, own)), names[0])
+    if any(setting in settings_of(group, name, own) for name in names):
+        return (
+            f"{group}={lacking} has no setting {setting!r}, and others of the sweep have: run those that have it in a command "
+            "of their own with the same name=..., and compare with `kvlab table`"
+        )
     known = settings_of(group, lacking, own)
     has = f"; it has: {', '.join(known)}" if known else ""
     return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
@@ -64,8 +83,20 @@ def _chosen(group: str, arguments: Sequence[str]) -> list[str]:
     return (given or default_choice(group) or "").split(",")
 
 
-def _culprit(text: str, arguments: Sequence[str]) -> str:
-    return next((argument for argument in arguments if argument and argument in text), "a setting")
+def _unparsable(arguments: Sequence[str]) -> str:
+    """The first argument that Hydra's grammar doesn't take."""
+    parser = OverridesParser.create()
+    for argument in arguments:
+        try:
+            parser.parse_override(argument)
+        except HydraException:
+            return argument or "an empty argument"
+    return "a setting"
+
+
+def _no_choice(argument: str, own: str | None) -> bool:
+    group, _, value = argument.partition("=")
+    return group in GROUPS and value not in choices(group, own)
 
 
 def _last_line(text: str) -> str:

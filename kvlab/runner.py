@@ -147,7 +147,7 @@ def _memory(reading: Reading) -> list[dict[str, float]]:
     return [
         {
             "kv_bytes": row.kv_bytes,
-            "kv_bytes_peak": round(peak * share),
+            "kv_bytes_peak": max(row.kv_bytes, round(peak * share)),
             "kv_bytes_full": row.kv_bytes_full,
             "state_bytes": round(state * share),
             "kept": row.kept,

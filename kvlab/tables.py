@@ -25,6 +25,8 @@ Where = str | Path | Sequence[str | Path]
 Samples = dict[str, dict[str, Any]]
 """Sample records by id."""
 
+FEW = 10
+"""Below so many samples a bootstrap's interval says too much."""
 UNITS = ("ratio", "tokens", "bytes")
 MEMORY = ("kept_fraction", "kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes")
 SPEED = ("prefill_s", "prefill_tokens_per_s", "decode_tokens_per_s", "policy_ms_per_step", "batch_size")
@@ -322,6 +324,8 @@ def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tupl
     if others:
         doubts.append(f"{others + 1} cells have the full cache; differences are from {full.facts['path']}")
     metric = cells[0].metric(comparison.metric)
+    if (full.n or 0) < FEW and len(comparison.rows) > 1:
+        doubts.append(f"{full.n} samples: intervals of fewer than {FEW} are too narrow to be believed")
     if at_chance(metric):
         doubts.append("full cache is at chance on this task: differences mean nothing")
     if reference is not None and full.value is not None:

@@ -279,3 +279,18 @@ def test_a_line_that_an_interrupted_write_left_behind_is_made_again(tmp_path):
     after = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
     assert after[:2] == lines[:2] and [json.loads(line)["id"] for line in after] == [json.loads(line)["id"] for line in lines]
     assert results(tmp_path / "outputs")[path]["metrics"] == before["metrics"]
+
+
+def test_a_sweep_is_compared_with_the_full_cache_of_an_earlier_one(tmp_path, capsys):
+    assert kvlab("run", *TINY, "policy=full", "--no-table") == 0
+    code, out, _ = kvlab("run", *TINY, "policy=h2o", capsys=capsys)
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith(("full ", "h2o "))]
+    assert code == 0 and rows == ["full", "h2o"] and "there is no full cache" not in out
+    assert "4 samples: intervals of fewer than 10 are too narrow" in out
+
+
+def test_a_held_budget_never_exceeds_its_peak(tmp_path):
+    assert kvlab("run", *TINY, "policy=full", "--no-table") == 0
+    for lines in sample_lines(tmp_path / "outputs").values():
+        memory = [json.loads(line)["memory"] for line in lines]
+        assert all(record["kv_bytes"] <= record["kv_bytes_peak"] for record in memory)

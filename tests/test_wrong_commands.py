@@ -9,6 +9,9 @@ FILES = {
     "short.txt": "Only a few words.",
     "binary.txt": b"\xff\xfe\x00caf\xe9",
     "no_prompt.jsonl": '{"prompt": "What is this?"}\n{"promt": "And this?"}\n',
+    "other.jsonl": '{"text": "What is this?"}\n',
+    "mine/experiment/bare.yaml": "policy: tova\n",
+    "mine/experiment/list.yaml": "# @package _global_\npolicy: full,tova\n",
     "broken.jsonl": '{"prompt": "What is this?"}\n{"prompt": "And\n',
     "no_object.jsonl": '"just text"\n',
     "no_list.json": '{"prompt": "one"}',
@@ -37,7 +40,15 @@ CASES = {
     "new key of a policy": (["policy=h2o", "+policy.foo=1"], "policy h2o has no setting 'foo'"),
     "no value": (["policy"], "policy: not of the form KEY=VALUE"),
     "group without choice": (["policy=null"], "policy=null: choose one of adakv"),
-    "setting that one of two lacks": (["policy=snapkv,h2o", "policy.obs_window=4"], "policy=h2o has no setting 'obs_window'"),
+    "setting that one of two lacks": (
+        ["policy=snapkv,h2o", "policy.obs_window=4"],
+        "policy=h2o has no setting 'obs_window', and others",
+    ),
+    "number for a group": (["budget=128"], "budget=128: choose one of bytes, none, ratio, tokens; for a number: budget=tokens"),
+    "trailing comma": (["budget.ratio=0.1,"], "budget.ratio=0.1,: not of the form KEY=VALUE"),
+    "path for a model": (["model=./mine"], "model=path model.path=./mine"),
+    "experiment without package": (["--config-dir", "mine", "experiment=bare"], "first line must be `# @package _global_`"),
+    "experiment with a list": (["--config-dir", "mine", "experiment=list"], "several under hydra.sweeper.params"),
     "dashes": (["--policy=h2o"], "--policy=h2o: there is no such option"),
     "hold_back under stream": (["protocol=stream", "protocol.hold_back=3"], "protocol=stream has no setting 'hold_back'"),
     "no place": (["output_dir=/dev/null/x"], "output_dir=/dev/null/x can't be written"),
@@ -79,7 +90,11 @@ CASES = {
     "no text": (["task.file=binary.txt"], "no UTF-8 text"),
     "no column": (["task.file=column.csv"], "column.csv: no row has a field 'text'; it has: title, body"),
     "no file given": (["task=prompts"], "task.file must be given"),
-    "missing field": (["task=prompts", "task.file=no_prompt.jsonl"], "no_prompt.jsonl, row 2: give either 'prompt'"),
+    "missing field": (
+        ["task=prompts", "task.file=no_prompt.jsonl"],
+        "no_prompt.jsonl, row 2: there is no field 'promt' (did you mean prompt?)",
+    ),
+    "neither prompt nor context": (["task=prompts", "task.file=other.jsonl"], "row 1: give either 'prompt', or 'context'"),
     "broken row": (["task=prompts", "task.file=broken.jsonl"], "broken.jsonl, row 2: no JSON"),
     "row that is no object": (["task=prompts", "task.file=no_object.jsonl"], "no_object.jsonl, row 1: no JSON object"),
     "unreadable rows": (["task=prompts", "task.file=binary.txt"], "binary.txt: rows are read from .jsonl"),
@@ -107,7 +122,7 @@ CASES = {
 @pytest.fixture
 def no_model(monkeypatch, tmp_path):
     for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvlab.workbench.load_spec", lambda spec: pytest.fail("loads a model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ from kvlab.metrics import Metric, contains, exact_match, make_metric, token_f1
 from kvlab.settings import SettingError
 
 Row = dict[str, Any]
+FIELDS = ("prompt", "context", "question", "answer", "answers", "choices", "answer_start", "new_tokens", "id")
+"""What a row may have; other fields are left alone."""
 
 
 @register_task("prompts")
@@ -111,7 +114,10 @@ class Prompts(Task):
 
 
 def _problem(row: Row) -> str | None:
-    """What is wrong with a row, if anything."""
+    """What is wrong with a row, if anything. Fields of one's own are left alone unless they look like a misspelt one."""
+    for name in row:
+        if name not in FIELDS and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and close[0] not in row:
+            return f"there is no field {name!r} (did you mean {close[0]}?)"
     if ("prompt" in row) == ("context" in row and "question" in row):
         return f"give either 'prompt', or 'context' and 'question'; it has: {', '.join(row)}"
     for name in ("prompt", "context", "question"):
