@@ -106,6 +106,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     given = [key for key in SOURCES if key in settings]
     if "name" not in settings or len(given) != 1:
         raise ValueError(f"{label} must have a name and exactly one of {', '.join(SOURCES)}, has {given or 'none'}")
+    if settings[given[0]] == "???":
+        raise ValueError(f"{label} is a form to fill in: model=path model.path=<folder, .gguf file or hub id>")
     kind, source = _find(given[0], str(settings[given[0]]))
     device_map = settings.get("device_map")
     if device_map is not None:

@@ -35,6 +35,7 @@ def every_choice():
 def test_there_is_a_folder_for_every_group_and_a_group_for_every_folder():
     assert {path.name for path in conf_dir().iterdir() if path.is_dir()} == set(GROUPS)
     assert set(policy_names()) <= set(choices("policy"))
+    assert all(any(path.rglob("*.yaml")) for path in conf_dir().iterdir() if path.is_dir()), "git keeps no empty folder"
 
 
 @pytest.mark.parametrize(("group", "name"), every_choice())

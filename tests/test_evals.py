@@ -198,6 +198,7 @@ def test_rows_of_a_table_are_what_stands_there(tmp_path):
     rows = {"prompt": "Who?", "answer": "x", "id": None, "answer_start": None}
     (sample,) = Prompts(file=prompts_file(tmp_path, rows)).samples(TOKENIZER)
     assert sample.id == "row00001" and TOKENIZER.decode(sample.prompt.ids[1:]) == "Who?"
+    pytest.importorskip("pyarrow", reason="reads .parquet files, not installed by default")
     pandas.DataFrame([{"prompt": "Which?", "choices": ["a", "b"], "answer": "b"}]).to_parquet(tmp_path / "a.parquet")
     (sample,) = Prompts(file=str(tmp_path / "a.parquet")).samples(TOKENIZER)
     assert len(sample.choices) == 2 and sample.gold_choice == 1

@@ -160,7 +160,9 @@ def test_tiny_tokenizer():
 def test_every_configured_model_resolves():
     names = model_names()
     assert all(names.values())
-    specs = {name: resolve_model(name) for name in names}
+    with pytest.raises(ValueError, match="model=path model.path="):
+        resolve_model("path")
+    specs = {name: resolve_model(name) for name in names if name != "path"}
     assert {spec.source for spec in specs.values() if spec.kind == "tiny"} == set(tiny_families())
     assert specs["smollm2-135m"].kind == "embedded"
     assert specs["opt-6.7b"] == ModelSpec("opt-6.7b", "hub", "facebook/opt-6.7b", description=names["opt-6.7b"])

@@ -130,7 +130,9 @@ def _frame_rows(path: Path) -> list[dict[str, Any]]:
         # Every cell of a .csv is text as it stands: 007 is not 7, NA is not missing.
         csv = path.suffix == ".csv"
         frame = pandas.read_csv(path, dtype=str, keep_default_na=False) if csv else pandas.read_parquet(path)
-    except (ValueError, ImportError, OSError) as error:
+    except ImportError:
+        raise SettingError(f"{path}: .parquet files need the package pyarrow: pip install pyarrow") from None
+    except (ValueError, OSError) as error:
         raise SettingError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
     return [{str(name): _plain_value(value) for name, value in row.items()} for row in frame.to_dict("records")]
 
