@@ -84,6 +84,7 @@ CASES = {
     "nothing held back": (["protocol.hold_back=0"], "protocol.hold_back=0: use at least 1"),
     "chat without a template": (["task=passkey", "task.chat=true"], "no chat template"),
     # data
+    "dataset that cannot be had": (["task.dataset=no/such"], "task.dataset=no/such"),
     "missing file": (["task.file=gone.txt"], "task.file=gone.txt: there is no such file"),
     "empty file": (["task.file=empty.txt"], "the file is empty"),
     "short file": (["task.file=short.txt"], "fewer than a window of 64"),
