@@ -235,7 +235,7 @@ def test_a_task_is_registered_like_a_policy():
     finally:
         from kvlab.evals import base
 
-        del base._REGISTRY["constant"]
+        del base.TASKS.classes["constant"]
     with pytest.raises(SettingError, match="did you mean needle"):
         task_class("needel")
     with pytest.raises(SettingError, match=r"@dataclass\(frozen=True\)"):

@@ -34,7 +34,7 @@ def own_checks():
 @pytest.fixture
 def registry(monkeypatch):
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base.POLICIES, "classes", dict(base.POLICIES.classes))
 
 
 def refused(make, *words):
@@ -173,7 +173,7 @@ def test_plug_ins(registry, tmp_path, monkeypatch):
     (tmp_path / "plugged-1.0.dist-info" / "entry_points.txt").write_text("[kvlab.policies]\nany = policies_of_a_plug_in\n")
     assert "plugged" not in policy_names()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(base, "_plugins_loaded", False)
+    monkeypatch.setattr(base.POLICIES, "plugins_loaded", False)
     assert "plugged" in policy_names()
 
 

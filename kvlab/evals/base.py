@@ -6,16 +6,14 @@ drives all of them. Knows no policy and no model; tokenizers are handed in.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, TypeVar
 
-from kvlab.hints import did_you_mean
 from kvlab.metrics import Metric, make_metric
 from kvlab.protocol import Protocol
 from kvlab.reading import Prompt, Reading, Scored
+from kvlab.registry import Registry
 from kvlab.settings import SettingError
 
 Record = dict[str, Any]
@@ -125,7 +123,7 @@ def mean_metrics(records: Sequence[Record], *names: str, chance: Mapping[str, fl
 
 # ------------------------------------------------------------------------------------------------------ registry
 
-_REGISTRY: dict[str, type[Task]] = {}
+TASKS: Registry[Task] = Registry("task", "register_task", SettingError, "kvlab.tasks")
 TaskType = TypeVar("TaskType", bound=type[Task])
 
 
@@ -133,34 +131,19 @@ def register_task(name: str) -> Callable[[TaskType], TaskType]:
     """Class decorator: make a task known by `name`. Raises SettingError if another module's task has that name."""
 
     def add(cls: TaskType) -> TaskType:
-        known = _REGISTRY.get(name)
-        if known is not None and known.__module__ != cls.__module__:
-            raise SettingError(f"task name {name!r} is taken by {known.__module__}; register under another name")
-        if not dataclasses.is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
-            raise SettingError(f"task {name!r}: put @dataclass(frozen=True) below @register_task({name!r})")
+        TASKS.check(name, cls)
         cls.name = name
-        _REGISTRY[name] = cls
+        TASKS.classes[name] = cls
         return cls
 
     return add
 
 
-_plugins_loaded = False
-
-
 def task_names() -> list[str]:
     """Names of all registered tasks, those of installed plug-ins (entry-point group `kvlab.tasks`) included."""
-    global _plugins_loaded
-    if not _plugins_loaded:
-        _plugins_loaded = True
-        for entry in entry_points(group="kvlab.tasks"):
-            entry.load()
-    return sorted(_REGISTRY)
+    return TASKS.names()
 
 
 def task_class(name: str) -> type[Task]:
     """The task registered by `name`. Raises SettingError with near names if there is none."""
-    names = task_names()
-    if name not in _REGISTRY:
-        raise SettingError(f"unknown task {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}")
-    return _REGISTRY[name]
+    return TASKS.find(name)

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvlab.hints import did_you_mean
+from kvlab.registry import Registry
 from kvlab.settings import check
 from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
 
@@ -123,7 +123,7 @@ class Policy:
         return self.evicts and self.when == "prompt_end" and self.holds_budget_after_prompt
 
 
-_REGISTRY: dict[str, type[Policy]] = {}
+POLICIES: Registry[Policy] = Registry("policy", "register", PolicyError, "kvlab.policies")
 PolicyType = TypeVar("PolicyType", bound=type[Policy])
 
 
@@ -131,17 +131,13 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
     """Class decorator: make a policy known by `name`. Raises PolicyError if another module's policy has that name."""
 
     def add(cls: PolicyType) -> PolicyType:
-        known = _REGISTRY.get(name)
-        if known is not None and known.__module__ != cls.__module__:
-            raise PolicyError(f"policy name {name!r} is taken by {known.__module__}; register under another name")
-        if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
-            raise PolicyError(f"policy {name!r}: put @dataclass(frozen=True) below @register({name!r})")
+        POLICIES.check(name, cls)
         if unknown := cls.needs - NEEDS:
             raise PolicyError(f"policy {name!r} needs {', '.join(unknown)}; what there is: {', '.join(sorted(NEEDS))}")
         if taken := (NEEDS | {RANK}) & set(cls.state):
             raise PolicyError(f"policy {name!r}: state {', '.join(taken)} is a name of kvlab's own; choose another")
         cls.name = name
-        _REGISTRY[name] = cls
+        POLICIES.classes[name] = cls
         return cls
 
     return add
@@ -149,16 +145,12 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
 
 def policy_names() -> list[str]:
     """Names of all registered policies, those of installed plug-ins (entry-point group `kvlab.policies`) included."""
-    _load_plugins()
-    return sorted(_REGISTRY)
+    return POLICIES.names()
 
 
 def policy_class(name: str) -> type[Policy]:
     """The policy registered by `name`. Raises PolicyError with near names if there is none."""
-    names = policy_names()
-    if name not in _REGISTRY:
-        raise PolicyError(f"unknown policy {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}")
-    return _REGISTRY[name]
+    return POLICIES.find(name)
 
 
 def make_policy(name: str, **settings: object) -> Policy:
@@ -203,14 +195,3 @@ def _run_file(path: Path) -> None:
         raise PolicyError(f"{path} can't be imported")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-
-
-_plugins_loaded = False
-
-
-def _load_plugins() -> None:
-    global _plugins_loaded
-    if not _plugins_loaded:
-        _plugins_loaded = True
-        for entry in entry_points(group="kvlab.policies"):
-            entry.load()
