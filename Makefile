@@ -13,7 +13,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format clean
+.PHONY: help setup demo bench test test-slow lint format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test: setup ## all fast tests
 
 test-slow: setup ## the rest: every policy on every model family, bigger grids
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow -n $(CORES) --dist worksteal --durations=20 -q $(PYTEST_FLAGS)
+
+bench: setup ## speed and memory against transformers' own cache and the targets: some ten minutes, nothing else should run
+	@HF_HUB_OFFLINE=1 $(BIN)/kvlab bench
 
 lint: $(STAMP) ## style, formatting, types, direction of imports
 	@$(BIN)/ruff check .

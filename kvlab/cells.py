@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvlab.budget import Budget, BudgetError
 from kvlab.evals import Task, task_class
@@ -59,6 +59,7 @@ class Runtime:
     prefill_chunk: int | None = None
     threads: int | None = None
     beyond_context: bool = False
+    kernels: Literal["auto", "reference", "cpu", "gpu"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_chunk", "threads"):

@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list` and `doctor`. Knows how to print, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list`, `bench` and `doctor`. Knows how to print, and leaves the rest to the library."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
   kvlab table outputs/runs --format latex                    the same table again
   kvlab list policies                                        what there is
+  kvlab bench decode                                         speed against transformers' own cache
   kvlab doctor                                               what this machine can run, and why not
 """
 
@@ -45,6 +46,15 @@ TABLE_EXAMPLES = """examples:
   kvlab table                              everything in outputs/
   kvlab table 'outputs/runs/*/passkey' --format markdown
   kvlab table outputs/runs --by depth      accuracy at each depth
+"""
+
+
+BENCH_EXAMPLES = """examples:
+  kvlab bench decode prefill               time of a decode step, and of reading a prompt
+  kvlab bench                              all of them: some ten minutes on two cores
+  kvlab bench decode --lengths 1024 --batch 16 --ratio 0.1
+  kvlab bench loglik --json > loglik.json
+  kvlab bench decode --model path/to/model --device cuda --dtype bfloat16
 """
 
 
@@ -114,6 +124,20 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
     _add_own(listing)
+
+    bench = add("bench", _bench, "measure what caches and kernels cost and save, against transformers' own", BENCH_EXAMPLES)
+    bench.add_argument("what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, memory (default: all)")
+    bench.add_argument(
+        "--model", default="smollm2-135m", help="a configured name, a folder or a hub id (default: smollm2-135m)"
+    )
+    bench.add_argument("--device", help="cpu, cuda (default: as the model says)")
+    bench.add_argument("--dtype", help="float32, bfloat16, float16 (default: as the model says)")
+    bench.add_argument("--lengths", type=_lengths, default=(2048, 4096), help="prompt lengths (default: 2048,4096)")
+    bench.add_argument("--batch", type=_positive, default=8, help="sequences that are decoded together (default: 8)")
+    bench.add_argument("--ratio", type=_share, default=0.2, help="the budget's part of the prompt (default: 0.2)")
+    bench.add_argument("--repeats", type=_positive, default=5, help="of each measurement, for its median (default: 5)")
+    bench.add_argument("--threads", type=_positive, help="of torch and of the kernels on the CPU (default: all cores)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     add("doctor", _doctor, "say what this machine can run, and why not")
     return parser
@@ -207,6 +231,45 @@ def _about(path: Path) -> str:
     described = re.search(r"^description: (.*)$", text, re.M)
     comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
     return described[1] if described else comments[0] if comments else ""
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a whole number of at least 1")
+    return int(text)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _share(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = 0.0
+    if not 0 < ratio <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number above 0, at most 1")
+    return ratio
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from kvlab.hints import did_you_mean
+
+    known = ("decode", "prefill", "loglik", "memory")
+    for name in options.what:
+        if name not in known:
+            raise ValueError(f"bench {name}: there is no such bench{did_you_mean(name, known)}; there are {', '.join(known)}")
+    import torch
+
+    from kvlab.bench import load, run_benches
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    names = ("lengths", "batch", "ratio", "repeats")
+    setup = load(options.model, options.device, options.dtype, **{name: getattr(options, name) for name in names})
+    run_benches(options.what or known, setup, options.json, print)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ import torch
 
 from kvlab.embedded import EMBEDDED, embedded_folder, is_fetched
 from kvlab.paths import cache_dir, conf_dir, data_dir
+from kvlab.policies import PolicyError, make_policy, policy_names
+from kvlab.policies.base import rule_of
 
 CHECKED_TRANSFORMERS = ("5.24", "6")
 """Releases (from, below) on which the seams are checked."""
@@ -39,7 +41,7 @@ def checks() -> list[Check]:
         Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         _transformers(),
         _cuda(),
-        Check("attention", "ok", "reference kernels (torch) on every device, all policies"),
+        *_kernels(),
         _embedded(),
         _cache_folder(),
         _hub(),
@@ -64,6 +66,31 @@ def _cuda() -> Check:
         return Check("cuda", "no", "torch sees no GPU: models run on the CPU, those up to a few hundred million weights well")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return Check("cuda", "ok", ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices))
+
+
+def _kernels() -> list[Check]:
+    """Which back ends there are, and which policies' evictions run where."""
+    found = []
+    for name, package, works in (("cpu", "numba", True), ("gpu", "triton", torch.cuda.is_available())):
+        if works and find_spec(package) is not None:
+            found.append(Check(f"kernels: {name}", "ok", f"{package} {version(package)}: {_ruled()}"))
+        else:
+            need = f"pip install {package}" if find_spec(package) is None else "torch sees no GPU"
+            found.append(Check(f"kernels: {name}", "no", f"{need}; policies run on other back ends"))
+    others = ", ".join(name for name in policy_names() if not _has_rule(name)) or "none of the installed policies"
+    text = f"torch: {others} step by step, and all with rolling=true or in float64"
+    return [*found, Check("kernels: reference", "ok", text)]
+
+
+def _ruled() -> str:
+    return "evictions of " + ", ".join(name for name in policy_names() if _has_rule(name))
+
+
+def _has_rule(name: str) -> bool:
+    try:
+        return rule_of(make_policy(name)) is not None
+    except (PolicyError, TypeError):  # a policy of the user's with settings that must be given
+        return False
 
 
 def _embedded() -> Check:

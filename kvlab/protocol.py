@@ -15,21 +15,30 @@ import hashlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from kvlab.hints import did_you_mean
+from kvlab.measure import now
 from kvlab.policies import Policy, make_policy
-from kvlab.reading import Feed, Prompt, Reading, in_segments, now
+from kvlab.reading import Feed, Prompt, Reading, in_segments
 from kvlab.session import Session
 from kvlab.settings import SettingError
 
-READ_SEGMENT = 512
-"""Tokens read per call under `stream`."""
+READ_TOKENS = 4096
+"""Tokens of a batch that are decoded per call where their logits are of no use."""
+SCORE_TOKENS = 1024
+"""Tokens of a batch scored per call: bounds the memory that logits take."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How prompts are read. Their last token is always read after an eviction, or nothing could change what follows it."""
+    """How prompts are read. Their last token is always read after an eviction, or nothing could change what follows it.
+
+    exact  how tokens of a known text are decoded: `scan`: many in a forward pass, each layer replaying its evictions;
+           `step`: one forward pass for each, as generation does. Results differ by rounding only.
+    """
+
+    exact: Literal["scan", "step"] = "scan"
 
     name: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
@@ -42,6 +51,10 @@ class Protocol:
     def query_aware(self, prompt: Prompt) -> bool:
         """Whether the question (or a part of it) is inside the compressed part."""
         return self.compresses and self.held(prompt) < prompt.question
+
+    def segment(self, tokens: int) -> int:
+        """Tokens of a known text in one forward pass, where `tokens` would do."""
+        return 1 if self.exact == "step" else tokens
 
     def known_len(self, prompt: Prompt) -> int:
         """Length that a budget by ratio is of."""
@@ -133,7 +146,7 @@ class Stream(Protocol):
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
         """All steps."""
         with feed.cache.stepwise():
-            for part in in_segments(rows, prefill_chunk or READ_SEGMENT):
+            for part in in_segments(rows, self.segment(prefill_chunk or max(1, READ_TOKENS // len(rows)))):
                 feed(part)
 
 
@@ -167,19 +180,20 @@ class Reader:
             known_len=[known for _, known, _ in shared],
         )
         feed = Feed(self.session.model, cache, len(shared), self.pad_id)
-        start = now(feed.model)
+        start = now(feed.model.device)
         if any(ids for ids, _, _ in shared):
             self.protocol.read_context(feed, [ids for ids, _, _ in shared], self.prefill_chunk)
-        prefill_s = now(feed.model) - start
+        prefill_s = now(feed.model.device) - start
         if len(shared) < len(keys):
             feed.take([shared.index(key) for key in keys])
         held = [prompt.ids[len(ids) : -1] for ids, prompt in zip(contexts, prompts, strict=True)]
         if any(held):
             with cache.stepwise():
-                for part in in_segments(held, READ_SEGMENT):
+                for part in in_segments(held, self.protocol.segment(max(1, READ_TOKENS // len(held)))):
                     feed(part)
         tokens = sum(len(ids) for ids, _, _ in shared)
-        return Reading(feed, tuple(prompt.ids[-1] for prompt in prompts), prefill_s, tokens)
+        together = self.protocol.segment(max(1, SCORE_TOKENS // len(prompts)))
+        return Reading(feed, tuple(prompt.ids[-1] for prompt in prompts), prefill_s, tokens, together)
 
     def _keys(
         self, prompts: Sequence[Prompt], contexts: Sequence[tuple[int, ...]], new_tokens: Sequence[int]

@@ -5,7 +5,6 @@ Knows sessions' caches and a model to call, no policy, no protocol and no task.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +15,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvlab.cache import KVCache, RowMemory
+from kvlab.measure import now
 from kvlab.policies import Policy
-
-SCORE_SEGMENT = 128
-"""Tokens scored per call: bounds the memory that logits take."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +109,14 @@ class Reading:
     Scoring and generating move it on, so that the last token is that of the continuation.
 
     prefill_s, prefill_tokens  time and tokens of the compressed part, over the batch
+    together  how many tokens of each row are scored per call
     """
 
     feed: Feed
     last: tuple[int, ...]
     prefill_s: float
     prefill_tokens: int
+    together: int = 1
 
     def fork(self, policy: Policy | None = None) -> Reading:
         """An independent copy; see `KVCache.fork`."""
@@ -133,7 +132,7 @@ class Reading:
         fed = [(last, *row[:-1]) for last, row in zip(self.last, continuations, strict=True)]
         scored = [Scored(tuple(row), [], []) for row in continuations]
         with self.feed.cache.stepwise():
-            for part in in_segments(fed, SCORE_SEGMENT):
+            for part in in_segments(fed, self.together):
                 logits = self.feed(part, logits=True)
                 assert logits is not None
                 for one, piece, row in zip(scored, part, logits, strict=True):
@@ -184,12 +183,12 @@ class Reading:
         """Decode greedily, one token of each row at a time; seconds of every step of the batch, without end."""
         feed, tokens = self.feed, [[token] for token in self.last]
         while True:
-            start = now(feed.model)
+            start = now(feed.model.device)
             logits = feed(tokens, logits=True)
             assert logits is not None
             tokens = logits[:, -1].argmax(-1)[:, None].tolist()
             self.last = tuple(token for (token,) in tokens)
-            yield now(feed.model) - start
+            yield now(feed.model.device) - start
 
 
 def _end_tokens(model: Any) -> list[int]:
@@ -218,10 +217,3 @@ def _without_pads(ids: list[int], pad_id: int) -> list[int]:
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
     return next((ids[:place] for place, token in enumerate(ids) if token in ends), ids)
-
-
-def now(model: Any) -> float:
-    """Seconds, once the model's device has done what it was given."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()

@@ -6,7 +6,6 @@ from the records alone, so an interrupted cell ends with the numbers of an unint
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import os
@@ -27,8 +26,9 @@ import torch
 import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Record, Sample
+from kvlab.measure import PeakMemory, now
 from kvlab.protocol import Reader
-from kvlab.reading import Reading, now
+from kvlab.reading import Reading
 from kvlab.results import SCHEMA, CellStore
 from kvlab.session import attach
 from kvlab.tracking import Tracker
@@ -47,7 +47,7 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     store.repair()
     tracker.start(cell.summary())
     started = time.time()
-    peak = _PeakMemory()
+    peak = PeakMemory()
     try:
         samples = bench.samples(cell)
         records = _finish_samples(cell, bench, store, samples, tracker, progress, peak)
@@ -73,7 +73,7 @@ def _finish_samples(
     samples: Sequence[Sample],
     tracker: Tracker,
     progress: Progress,
-    peak: _PeakMemory,
+    peak: PeakMemory,
 ) -> list[Record]:
     records = store.records()
     done = {record["id"] for record in records}
@@ -103,14 +103,17 @@ def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     return found
 
 
-def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: _PeakMemory | None) -> list[Record]:
+def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None) -> list[Record]:
     """Records of a batch. What each sample is billed for memory and time is its share of the batch.
 
     peak  where the speed of decoding is to be tried too, which must not count as the cell's memory
     """
     model, rows = bench.model, len(batch)
-    with torch.inference_mode(), attach(model, cell.policy, cell.budget, tokenizer=bench.tokenizer) as session:
-        start = now(model)
+    with (
+        torch.inference_mode(),
+        attach(model, cell.policy, cell.budget, tokenizer=bench.tokenizer, kernels=cell.runtime.kernels) as session,
+    ):
+        start = now(model.device)
         torch.manual_seed(cell.seed)
         reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
         prompts = [replace(sample.prompt, name=sample.id) for sample in batch]
@@ -120,7 +123,7 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: _Peak
         memory = _memory(reading) if batch[0].new_tokens else None
         records = cell.task.evaluate(reading, batch, bench.tokenizer)
         memory = memory or _memory(reading)
-        speed["seconds"] = (now(model) - start) / rows
+        speed["seconds"] = (now(model.device) - start) / rows
         if peak is not None and (steps := min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)) > 0:
             peak.pause()
             step, policy = reader.overhead(reading, steps)
@@ -208,37 +211,6 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         text = "out of device memory: lower runtime.batch_size, or set runtime.prefill_chunk"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-class _PeakMemory:
-    """The most memory that the process and its device held since this was made, where the system can tell."""
-
-    def __init__(self) -> None:
-        self.process: int | None = None
-        self.device: int | None = None
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Measure from here on, too."""
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def pause(self) -> None:
-        """Leave aside what comes until `go_on`."""
-        process = None
-        with contextlib.suppress(OSError, IndexError):
-            status = Path("/proc/self/status").read_text()
-            process = 1024 * int(status.split("VmHWM:")[1].split()[0])
-        device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        self.process = max((n for n in (self.process, process) if n is not None), default=None)
-        self.device = max((n for n in (self.device, device) if n is not None), default=None)
-
-    def read(self) -> dict[str, int | None]:
-        """Bytes; None where it can't be known. After an interruption, of the last attempt."""
-        self.pause()
-        return {"peak_process_bytes": self.process, "peak_device_bytes": self.device}
 
 
 def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:

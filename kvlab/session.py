@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvlab.budget import Budget, BudgetError
 from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
+from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
 from kvlab.support import UnsupportedModel, check_model, no_rolling
@@ -69,6 +70,7 @@ def attach(
     codec: Sequence[object] = (),
     share: object | None = None,
     tokenizer: Any = None,
+    kernels: str = "auto",
 ) -> Iterator[Session]:
     """Let `model` work with caches that hold what `policy` keeps within `budget`.
 
@@ -76,6 +78,7 @@ def attach(
     policy     from `make_policy`; budget: None means no limit
     codec, share  reserved for codecs and for sharing between layers; nothing is available yet
     tokenizer  needed by policies that treat special tokens or punctuation apart
+    kernels    back end of attention and eviction: cpu (compiled by numba), gpu (Triton), reference (plain torch), or auto
 
     Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
     behave as stock. Sessions may be nested and several caches may be alive at once.
@@ -85,6 +88,7 @@ def attach(
         raise ValueError("codec and share are not available yet; leave them out")
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
+    choose(kernels, model.device.type, model.dtype)
     layers = check_model(model)
     _check_policy(model, policy, tokenizer)
     if policy.rolling:  # keys without rotation are held in float32 at least
@@ -96,6 +100,7 @@ def attach(
         layers=layers,
         itemsize=model.dtype.itemsize,
         vocab=None if tokenizer is None else Vocab(tokenizer),
+        kernels=kernels,
         ended=lambda: bool(over),
     )
     seam = Seam.of(model)

@@ -38,6 +38,11 @@ class Arrival:
     positions: QueryPositions
     """True positions, (batch, tokens), -1 for pads."""
 
+    def part(self, start: int, end: int) -> Arrival:
+        """Some of the tokens."""
+        now = slice(start, end)
+        return Arrival(self.layer_idx, self.keys[:, :, now], self.values[:, :, now], self.positions[:, now])
+
 
 @dataclass(frozen=True)
 class Step:

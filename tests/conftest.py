@@ -9,7 +9,8 @@ from jaxtyping import install_import_hook
 
 # Shapes of the public API are checked while tests run.
 install_import_hook(
-    ["kvlab.budget", "kvlab.selection", "kvlab.kernels", "kvlab.policies", "kvlab.session"], "beartype.beartype"
+    ["kvlab.budget", "kvlab.selection", "kvlab.kernels.reference", "kvlab.kernels.cpu", "kvlab.policies", "kvlab.session"],
+    "beartype.beartype",
 )
 
 import functools

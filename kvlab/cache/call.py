@@ -65,14 +65,16 @@ class Call:
         """Whether any of them is a pad."""
         return self.real is not None
 
-    def token(self, index: int) -> Call:
-        """One of the tokens, as a call of its own."""
-        now = slice(index, index + 1)
+    def part(self, start: int, end: int) -> Call:
+        """Some of the tokens, as a call of their own."""
+        if (start, end) == (0, self.tokens):
+            return self
+        now = slice(start, end)
         ids = None if self.token_ids is None else self.token_ids[:, now]
         if self.real is None:
-            before, after = self.seen_before + index, self.seen_before + index + 1
+            before, after = self.seen_before + start, self.seen_before + end
             return Call(self.positions[:, now], self.newest[:, now], None, before, after, ids)
-        before = self.seen_before + self.real[:, :index].sum(1)
+        before = self.seen_before + self.real[:, :start].sum(1)
         real = self.real[:, now]
-        one = None if real.all() else real
-        return Call(self.positions[:, now], self.newest[:, now], one, before, before + real[:, 0], ids)
+        some = None if real.all() else real
+        return Call(self.positions[:, now], self.newest[:, now], some, before, before + real.sum(1), ids)

@@ -6,6 +6,8 @@ decide). This module knows the timing rule and no policy by name; the model is k
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +17,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvlab import selection
 from kvlab.cache.call import Call
-from kvlab.cache.decide import judge
+from kvlab.cache.decide import judge, lengths_after
 from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.cache.store import SlotStore, View
 from kvlab.kernels import reference
+from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
+from kvlab.kernels.dispatch import Kernels, choose
 from kvlab.kernels.reference import AttentionRule, accumulate_type, merge_group
-from kvlab.policies.base import RANK, Policy
+from kvlab.policies.base import RANK, SCORE, Policy, rule_of
 from kvlab.shapes import Arrival, Keys, Outputs, Queries, Scores, Step, Tiers
 
 if TYPE_CHECKING:
@@ -56,7 +60,7 @@ class KVLayer(CacheLayerMixin):
         self.row_seen = NOTHING_SEEN  # (batch,); arrays of lengths and limits are replaced, never changed in place
         self.turn_start: np.ndarray | None = None  # `row_seen` when the open turn began
         self.limit: np.ndarray | None = None  # (batch, kv_heads) tokens; None before the first budget
-        self.limits_on_device: tuple[Tensor, ...] = ()  # the same, and how many of the last tokens are protected
+        self.limits: Limits | None = None  # the same on the device, with what follows from it
         self.rule = AttentionRule(scaling=1.0)
         self.rotation: Rotation | None = None  # of the current call, left here by the attention modules' pre-hook
         self.table: RotaryTable | None = None
@@ -115,6 +119,7 @@ class KVLayer(CacheLayerMixin):
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "cache"})
         other.store = None if self.store is None else self.store.copy()
         if other.store is not None and not keep_limit:
+            other.store.without(set(other.store.state) - set(other._state_kinds(other.store.keys)))
             other._set_limit(other._cap(other._unlimited()))
         return other
 
@@ -156,6 +161,8 @@ class KVLayer(CacheLayerMixin):
 
     def _state_kinds(self, key: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if self.policy.once:
+            kinds[SCORE] = (accumulate_type(key), ())
         if "mass" in self.policy.needs:
             kinds["mass"] = (accumulate_type(key), ())
         if self.cache.needs_token_ids:
@@ -167,6 +174,8 @@ class KVLayer(CacheLayerMixin):
     def _arriving_state(self, arrival: Arrival, call: Call) -> dict[str, Tensor]:
         """State that tokens bring along: (batch, kv_heads or 1, tokens, ...)."""
         state = dict(self.policy.arrive(arrival))
+        if self.policy.once:
+            state[SCORE] = self.policy.score(self._step_of(arrival, call))
         if call.token_ids is not None:
             state["token_ids"] = call.token_ids[:, None]
         if self.policy.ranks_after_prompt:
@@ -177,10 +186,19 @@ class KVLayer(CacheLayerMixin):
 
     def _turn(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """Full attention of a turn (or of one of its chunks); evicts at its end unless more chunks follow."""
-        store = self._held
-        alone = not store.lengths.any()
         if self.turn_start is None:
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
+        output, placed = self._take_in(queries, arrival, call)
+        self._remember_voters(placed, call.positions)
+        self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
+        if not self.cache.turn_open:
+            self.close_turn()
+        return output
+
+    def _take_in(self, queries: Queries, arrival: Arrival, call: Call) -> tuple[Outputs, Queries]:
+        """Store tokens and let them attend, none leaving; also the queries as they attended."""
+        store = self._held
+        alone = not store.lengths.any()
         state = self._arriving_state(arrival, call)
         store.append(arrival.keys, arrival.values, call.positions, state, more_to_come=self.cache.turn_open)
         self.row_seen = call.seen
@@ -188,17 +206,13 @@ class KVLayer(CacheLayerMixin):
         causal = alone and view.full
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
         places = (call.positions, view.positions, self.rule)
-        if "mass" in self.policy.needs:
-            group = self.policy.group
-            output, mass = reference.attend_with_mass(queries, keys, view.values, *places, group=group, causal=causal)
+        group = self.policy.group if "mass" in self.policy.needs else None
+        if group is None and self.rule.fused:
+            return reference.attend(queries, keys, view.values, *places, causal=causal), queries
+        output, mass = self._kernels(keys).prefill_stats(queries, keys, view.values, *places, group=group, causal=causal)
+        if group is not None:
             store.write_state("mass", view.state["mass"] + mass, view)
-        else:
-            output = reference.attend(queries, keys, view.values, *places, causal=causal)
-        self._remember_voters(queries, call.positions)
-        self.cache.note_bytes(self.layer_idx, store.kv_bytes)
-        if not self.cache.turn_open:
-            self.close_turn()
-        return output
+        return output, queries
 
     def close_turn(self) -> None:
         """The decision at a turn's end: resolve the budget for all tokens seen, then evict down to it."""
@@ -234,13 +248,55 @@ class KVLayer(CacheLayerMixin):
         """Each token as if it were decoded."""
         if self.limit is None:
             self._set_limit(self._limit_from(self.cache.stream_budgets(len(call.seen))))
-        outputs = []
-        for t in range(call.tokens):
-            now = slice(t, t + 1)
-            keys, values = arrival.keys[:, :, now], arrival.values[:, :, now]
-            one = Arrival(self.layer_idx, keys, values, arrival.positions[:, now])
-            outputs.append(self._one_step(queries[..., now, :], one, call.token(t)))
+        rule = rule_of(self.policy)
+        scan = None if rule is None else self._kernels(arrival.keys).evict_scan
+        outputs, start = [], 0
+        while start < call.tokens:
+            quiet = self._quiet_tokens(call.tokens - start)
+            end = start + quiet if quiet > 1 else call.tokens if scan is not None else start + 1
+            some, one, part = queries[..., start:end, :], arrival.part(start, end), call.part(start, end)
+            if quiet > 1:
+                outputs.append(self._take_in(some, one, part)[0])
+            elif scan is not None:
+                assert rule is not None
+                outputs.append(self._scan(scan, rule, some, one, part))
+            else:
+                outputs.append(self._one_step(some, one, part))
+            start = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
+
+    def _quiet_tokens(self, tokens: int) -> int:
+        """How many of the next tokens can come before any could leave; 0 where each must be placed anew."""
+        if tokens == 1 or self.policy.rolling:
+            return 0
+        assert self.limit is not None
+        return min(tokens, int((self.limit - self._held.lengths).min()))
+
+    def _scan(self, scan: Callable[..., Outputs], rule: ScanRule, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
+        """All steps at once, by a kernel that works on the store in place."""
+        store, limit, limits = self._held, self.limit, self.limits
+        assert limit is not None and limits is not None
+        arrived = (call.seen - call.seen_before)[:, None]
+        store.reserve(self._room(), None, arrived)
+        state = self._arriving_state(arrival, call)
+        slots = store.slots(rule.plane)
+        new = Arrivals(arrival.keys, arrival.values, call.positions, state.pop(rule.plane, None) if rule.plane else None)
+        special = self.cache.special_ids(arrival.keys.device)
+        if special is not None and call.token_ids is not None:
+            new = replace(new, special=torch.isin(call.token_ids, special))
+            slots = replace(slots, special=torch.isin(store.state["token_ids"], special))
+        moved = store.state.keys() - {rule.plane}
+        if moved:
+            slots, new = _with_source(slots, new)
+        output = scan(queries, new, slots, limits, self.rule, rule)
+        store.scanned(lengths_after(store.lengths, arrived, limit, self.policy.target(limit), limits.before))
+        if moved:
+            shape = arrival.keys.shape[:3]
+            others = {name: part.expand(*shape, *part.shape[3:]).flatten(0, 2) for name, part in state.items()}
+            assert slots.source is not None
+            store.replace_state(others, slots.source, keep=rule.plane)
+        self.row_seen = call.seen
+        return output
 
     def _one_step(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         store, first_room = self._held, self.policy.phase == "before_attention"
@@ -262,7 +318,12 @@ class KVLayer(CacheLayerMixin):
 
     def _attend_step(self, queries: Queries, keys: Keys, view: View, call: Call) -> tuple[Outputs, Tensor | None]:
         places = (call.positions, view.positions, self.rule)
-        if self.policy.when == "every_step" and self.policy.needs & {"mass", "attention"}:
+        wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention"})
+        decode = self._kernels(keys).decode_attend
+        if decode is not None and self.table is None:
+            output, attention = decode(queries, self._held.slots(), call.positions, self.rule, want_weights=wanted)
+            return output, None if attention is None else attention[..., : view.positions.shape[-1]]
+        if wanted:
             attention = reference.weights(queries, keys, *places)
             flat = attention.flatten(2, 3) @ view.values.to(attention.dtype)
             return flat.unflatten(2, attention.shape[2:4]), attention
@@ -318,6 +379,27 @@ class KVLayer(CacheLayerMixin):
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
             store.keep(selection.select(scores, step.positions, tiers, budget), view, self._room())
 
+    def _step_of(self, arrival: Arrival, call: Call) -> Step:
+        """New tokens for a policy that scores each token once, by what it is alone."""
+        positions = arrival.positions[:, None].expand(arrival.keys.shape[:3])
+        nothing = positions.new_zeros(positions.shape[:2])
+        return Step(
+            layer_idx=self.layer_idx,
+            num_layers=len(self.cache.layers),
+            prompt_end=False,
+            positions=positions,
+            now=call.newest[:, -1],
+            budget=nothing,
+            recent=nothing,
+            queries=arrival.keys[:, :, None, :0],
+            query_positions=positions[:, 0, :0],
+            keys=arrival.keys,
+            values=arrival.values,
+            arriving=arrival,
+            token_ids=None if call.token_ids is None else call.token_ids[:, None].expand_as(positions),
+            sample_ids=self.cache.sample_keys(len(positions), positions.device),
+        )
+
     def _step(
         self,
         view: View,
@@ -330,6 +412,7 @@ class KVLayer(CacheLayerMixin):
         prompt_end: bool,
     ) -> Step:
         """What the policy may look at."""
+        assert self.limits is not None
         state = dict(view.state)
         return Step(
             layer_idx=self.layer_idx,
@@ -337,8 +420,8 @@ class KVLayer(CacheLayerMixin):
             prompt_end=prompt_end,
             positions=view.positions,
             now=now,
-            budget=self.limits_on_device[0],
-            recent=self.limits_on_device[1],
+            budget=self.limits.limit,
+            recent=self.limits.recent,
             queries=queries,
             query_positions=query_positions,
             keys=view.keys,
@@ -356,8 +439,15 @@ class KVLayer(CacheLayerMixin):
     def _set_limit(self, limit: np.ndarray) -> None:
         """Tokens that each row may hold from now on, (batch, kv_heads), and what follows from it on the device."""
         self.limit = limit
-        budget = torch.from_numpy(limit.copy()).to(self._held.keys.device)
-        self.limits_on_device = (budget, self.policy.recent(budget))
+        device, policy = self._held.keys.device, self.policy
+        budget, target = (torch.from_numpy(np.array(n)).to(device) for n in (limit, policy.target(limit)))
+        before = policy.phase == "before_attention"
+        self.limits = Limits(budget, target, policy.recent(budget), policy.num_sink, before)
+
+    @property
+    def limit_tensors(self) -> tuple[Tensor, ...]:
+        """Limits that are kept on the device."""
+        return () if self.limits is None else (self.limits.limit, self.limits.target, self.limits.recent)
 
     def _limit_from(self, budgets: np.ndarray | None) -> np.ndarray:
         """Limit of every row from the budgets of all layers, (layers, batch) or None."""
@@ -376,6 +466,9 @@ class KVLayer(CacheLayerMixin):
         """Slots that each row may have: one more than its limit where the new token comes in before one leaves."""
         assert self.limit is not None
         return self.limit + (self.policy.phase == "after_attention")
+
+    def _kernels(self, keys: Keys) -> Kernels:
+        return choose(self.cache.plan.kernels, keys.device.type, keys.dtype)
 
     @property
     def _held(self) -> SlotStore:
@@ -402,3 +495,10 @@ class KVLayer(CacheLayerMixin):
 
     def _placed_queries(self, queries: Queries, query_positions: Tensor, view: View) -> Queries:
         return queries if self.table is None else self.table.place_queries(queries, query_positions, view.positions)
+
+
+def _with_source(slots: Slots, new: Arrivals) -> tuple[Slots, Arrivals]:
+    """Let a kernel say where each token was before: its slot, or the number of slots + its place among the new ones."""
+    total, shape = len(slots.positions), new.keys.shape[:3]
+    places = torch.arange(total + shape.numel(), dtype=torch.int32, device=new.keys.device)
+    return replace(slots, source=places[:total].clone()), replace(new, source=places[total:].view(shape))

@@ -19,6 +19,7 @@ class Plan:
 
     layers    geometry of every layer; itemsize: bytes of one number in the model's dtype
     vocab     special and punctuation token ids, None without a tokenizer
+    kernels   back end: auto, reference, cpu, gpu
     """
 
     policy: Policy
@@ -26,6 +27,7 @@ class Plan:
     layers: tuple[LayerGeometry, ...]
     itemsize: int
     vocab: Vocab | None = None
+    kernels: str = "auto"
     ended: Callable[[], bool] = field(default=lambda: False, compare=False)
     """Whether the session is over."""
 

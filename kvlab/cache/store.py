@@ -2,23 +2,25 @@
 
 A row is one KV head of one sequence. All rows lie end to end in flat tensors ("planes"), each with its own number of slots,
 so a head that keeps less takes less (ragged heads), and where all rows have the same number of slots the dense view
-(batch, kv_heads, slots, ...) costs nothing. A token is written into a free slot and a victim's slot is written over; the
-order of slots means nothing. This module knows no policy, no budget rule and no model.
+(batch, kv_heads, slots, ...) costs nothing. A row's tokens fill its first slots: a new one comes behind them, and where one
+leaves the last one takes its place, so the order of slots means nothing. This module knows no policy, no budget rule and no
+model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.kernels.contract import Slots
 from kvlab.shapes import Kept, Keys, PerHead, Positions, Values
 
 GROWTH = 16
-"""Slots by which a row grows while its budget is not reached."""
+"""Slots, at least, by which a row grows while its budget is not reached; long rows by a 32nd, as all that is held moves."""
 
 Counts = np.ndarray  # (batch, kv_heads) int64, on the host: lengths never wait for the device
 Rows = np.ndarray  # masks of rows on the host
@@ -42,17 +44,14 @@ class SlotStore:
 
     planes    flat tensors (total_slots, ...): keys, values, positions (int32, -1 for an empty slot), and per-token state
     capacity, lengths  slots and tokens of each row, (batch, kv_heads)
-    next_slot  flat index of the slot that each row writes next, (batch * kv_heads,); of no meaning for a full row
-    holed      rows whose one free slot is a victim's, somewhere; the others fill their first slots
     """
 
-    def __init__(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts, next_slot: Tensor, holed: Rows) -> None:
+    def __init__(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts) -> None:
         self.planes = planes
         self.capacity = capacity
-        self.lengths = lengths
-        self.next_slot = next_slot
-        self.holed = holed
+        self._lengths = lengths
         self._offsets = _row_starts(capacity)
+        self._device_lengths: Tensor | None = None
         self._device_offsets: Tensor | None = None
         self._dense_index: Tensor | None = None
 
@@ -67,8 +66,7 @@ class SlotStore:
             "positions": torch.zeros(0, dtype=torch.int32, device=device),
         }
         planes |= {name: torch.zeros(0, *shape, dtype=kind, device=device) for name, (kind, shape) in state.items()}
-        next_slot = torch.zeros(none.size, dtype=torch.long, device=device)
-        return cls(planes, none, none.copy(), next_slot, np.zeros_like(none, dtype=bool))
+        return cls(planes, none, none.copy())
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -93,6 +91,11 @@ class SlotStore:
         return {name: plane for name, plane in self.planes.items() if name not in ("keys", "values", "positions")}
 
     @property
+    def lengths(self) -> Counts:
+        """Tokens of each row, (batch, kv_heads)."""
+        return self._lengths
+
+    @property
     def uniform(self) -> bool:
         """Whether all rows have the same number of slots."""
         return bool((self.capacity == self.capacity.flat[0]).all())
@@ -110,8 +113,9 @@ class SlotStore:
 
     @property
     def indices(self) -> list[Tensor]:
-        """Slot indices that are kept on the device."""
-        return [tensor for tensor in (self.next_slot, self._device_offsets, self._dense_index) if tensor is not None]
+        """Slot indices and lengths that are kept on the device."""
+        kept = (self._device_lengths, self._device_offsets, self._dense_index)
+        return [tensor for tensor in kept if tensor is not None]
 
     @property
     def state_bytes(self) -> int:
@@ -122,7 +126,7 @@ class SlotStore:
     def view(self) -> View:
         """Dense view. Where rows are ragged it is a copy, in which short rows end in empty slots."""
         if self.uniform:
-            width = int(self.capacity.flat[0] if self.holed.any() else self.lengths.max())
+            width = int(self.lengths.max())
             dense = {name: self._dense(plane)[:, :, :width] for name, plane in self.planes.items()}
             index = None
         else:
@@ -132,6 +136,41 @@ class SlotStore:
             dense["positions"] = dense["positions"].masked_fill(absent, -1)
         keys, values, positions = (dense.pop(name) for name in ("keys", "values", "positions"))
         return View(keys, values, positions, dense, bool((self.lengths == width).all()), index)
+
+    def slots(self, value: str | None = None) -> Slots:
+        """What kernels work on; `value` names the plane that their rule keeps. After a scan call `scanned`."""
+        return Slots(
+            keys=self.keys,
+            values=self.values,
+            positions=self.positions,
+            offsets=self._row_offsets(),
+            lengths=self._row_lengths(),
+            widest=int(self.capacity.max(initial=0)),
+            value=None if value is None else self.planes[value],
+        )
+
+    def scanned(self, lengths: Counts) -> None:
+        """A kernel has changed the rows, and their lengths on the device too; these are the same on the host."""
+        self._lengths = lengths
+
+    def replace_state(self, incoming: Mapping[str, Tensor], source: Tensor, keep: str | None) -> None:
+        """State, but for the plane `keep`, of tokens that a kernel moved. incoming: (arrived, ...) by name, 0 if left out.
+
+        source (total_slots,): the slot where a token was before, or total_slots + its number among those that arrived.
+        """
+        for name, plane in self.state.items():
+            if name == keep:
+                continue
+            if name in incoming:
+                self.planes[name] = torch.cat([plane, incoming[name].to(plane.dtype)])[source]
+            else:
+                old = plane[source.clamp(max=len(plane) - 1)]
+                self.planes[name] = torch.where((source < len(plane)).view(-1, *[1] * (plane.ndim - 1)), old, 0)
+
+    def without(self, names: Iterable[str]) -> None:
+        """Forget this state."""
+        for name in names:
+            del self.planes[name]
 
     def write_state(self, name: str, dense: Tensor, view: View) -> None:
         """Set the per-token state, in `view` too, from its dense form (batch, kv_heads, slots, ...)."""
@@ -167,7 +206,7 @@ class SlotStore:
         arrived = (positions >= 0).sum(-1).cpu().numpy()[:, None]  # (batch, 1)
         lengths = self.lengths + arrived
         fits = (lengths <= self.capacity).all() if more_to_come else (lengths == self.capacity).all()
-        if self.holed.any() or not fits:
+        if not fits:
             self._resize(np.maximum(lengths, self.capacity * 3 // 2) if more_to_come else lengths)
         incoming = self._spread(keys, values, positions, state)
         start, tokens = int(self.lengths.flat[0]), positions.shape[1]
@@ -179,8 +218,7 @@ class SlotStore:
             target = self._slots(self._offsets + self.lengths, np.broadcast_to(arrived, lengths.shape))
             for name, plane in self.planes.items():
                 plane[target] = incoming[name][valid] if name in incoming else 0
-        self.lengths = lengths
-        self._point_behind(~self.holed)
+        self._set_lengths(lengths)
 
     def insert(
         self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor], rows: Rows | None = None
@@ -189,13 +227,12 @@ class SlotStore:
 
         keys and values (batch, kv_heads, 1, dim), positions (batch, 1), state (batch, kv_heads or 1, 1, ...) by name.
         """
-        slots, pick = self.next_slot, None
+        slots, pick = self._row_offsets() + self._row_lengths(), None
+        written = np.ones_like(self.lengths)
         if rows is not None:
-            written = np.broadcast_to(np.asarray(rows)[:, None], self.lengths.shape)
+            written *= np.asarray(rows)[:, None]
             pick = torch.from_numpy(written.ravel().nonzero()[0]).to(slots.device)
             slots = slots[pick]
-        else:
-            written = np.ones_like(self.holed)
         incoming = self._spread(keys, values, positions, state)
         for name, plane in self.planes.items():
             if name in incoming:
@@ -203,67 +240,72 @@ class SlotStore:
                 plane[slots] = new if pick is None else new[pick]
             else:
                 plane[slots] = 0
-        self.lengths = self.lengths + written
-        self.holed = self.holed & ~written
-        if (self.lengths < self.capacity).any():
-            self._point_behind(written.copy())
+        self._set_lengths(self.lengths + written, 1 if pick is None else torch.from_numpy(written.ravel()))
 
-    def reserve(self, limit: Counts | None, rows: Rows | None = None) -> None:
-        """Make sure that each row has a free slot; a row grows by GROWTH slots, never beyond `limit` slots."""
-        lacking = self.lengths == self.capacity
+    def reserve(self, limit: Counts | None, rows: Rows | None = None, tokens: Counts | int = 1) -> None:
+        """Make sure that each row has slots for `tokens` more, (batch, 1) or one number for all, but not beyond `limit`.
+
+        A row that lacks some grows by more than it needs, never beyond `limit` slots; one token it can always take.
+        """
+        wanted = self.lengths + tokens
+        if limit is not None:
+            limit = np.maximum(limit, self.lengths + 1)
+            wanted = np.minimum(wanted, limit)
+        lacking = wanted > self.capacity
         if rows is not None:
             lacking &= np.asarray(rows)[:, None]
         if not lacking.any():
             return
-        grown = self.capacity + GROWTH
+        grown = np.maximum(wanted, self.capacity + self._growth(self.capacity))
         if limit is not None:
-            grown = np.minimum(grown, np.maximum(limit, self.lengths + 1))
+            grown = np.minimum(grown, limit)
         self._resize(np.where(lacking, grown, self.capacity))
 
     def trim(self) -> None:
-        """Free what rows hold beyond GROWTH free slots."""
-        if (self.capacity > self.lengths + GROWTH).any():
-            self._resize(np.minimum(self.capacity, self.lengths + GROWTH))
+        """Free what rows hold beyond the slots that they grow by."""
+        roomy = self.lengths + self._growth(self.lengths)
+        if (self.capacity > roomy).any():
+            self._resize(np.minimum(self.capacity, roomy))
 
     def vacate(self, slots: PerHead, rows: Rows | None = None) -> None:
-        """Drop one token a row: its slot in the dense view becomes the next one written. rows: (batch, kv_heads) mask."""
-        flat = (self._offsets_on_device() + slots).flatten()
-        if rows is None:
-            rows = np.ones_like(self.holed)
-            self.positions[flat] = -1
-            self.next_slot = flat
-        else:
-            mask = torch.from_numpy(rows).to(slots.device).flatten()
-            self.positions[flat[mask]] = -1
-            self.next_slot = torch.where(mask, flat, self.next_slot)
-        assert (self.lengths == self.capacity)[rows].all(), "a row may have one hole only: drop more with keep"
-        self.lengths = self.lengths - rows
-        self.holed = self.holed | rows
+        """Drop one token a row, by its slot in the dense view; the row's last token takes its place.
+
+        rows: (batch, kv_heads) mask, None = all
+        """
+        offsets = self._row_offsets()
+        gap, end = offsets + slots.flatten(), offsets + self._row_lengths() - 1
+        less: Tensor | int = 1
+        if rows is not None:
+            less = torch.from_numpy(rows.ravel()).to(gap.device)
+            gap, end, less = gap[less], end[less], less.long()
+        for plane in self.planes.values():
+            plane[gap] = plane[end]
+        self.positions[end] = -1
+        self._set_lengths(self.lengths - (1 if rows is None else rows), -less)
 
     def keep(self, kept: Kept, view: View, limit: Counts | None) -> None:
-        """Drop all but `kept` (as in `view`) and free their memory. Rows get GROWTH free slots, at most `limit` in all."""
+        """Drop all but `kept` (as in `view`) and free their memory. Rows get some free slots, at most `limit` in all."""
         lengths = kept.sum(-1).cpu().numpy()
-        capacity = lengths + GROWTH if limit is None else np.minimum(lengths + GROWTH, np.maximum(limit, lengths))
+        roomy = lengths + self._growth(lengths)
+        capacity = roomy if limit is None else np.minimum(roomy, np.maximum(limit, lengths))
         index = view.index
         if index is None:
-            index = self._offsets_on_device()[..., None] + torch.arange(view.positions.shape[-1], device=kept.device)
+            starts = self._row_offsets().view(lengths.shape)[..., None]
+            index = starts + torch.arange(view.positions.shape[-1], device=kept.device)
         self._rebuild(capacity, lengths, index[kept])
 
     def select_rows(self, sequences: Tensor) -> None:
         """Rebuild the store from these sequences of the batch (beam search, expansion): (new_batch,) indices."""
         chosen = sequences.cpu().numpy()
-        capacity, holed = self.capacity[chosen], self.holed[chosen]
+        capacity = self.capacity[chosen]
         source = self._slots(self._offsets[chosen], capacity)
-        rows = torch.from_numpy(np.arange(self.lengths.size).reshape(self.lengths.shape)[chosen].ravel())
-        shift = torch.from_numpy((_row_starts(capacity) - self._offsets[chosen]).ravel())
-        next_slot = self.next_slot[rows.to(self.keys.device)] + shift.to(self.keys.device)
         planes = {name: plane[source] for name, plane in self.planes.items()}
-        self._take(planes, capacity, self.lengths[chosen], next_slot, holed)
+        SlotStore.__init__(self, planes, capacity, self.lengths[chosen])
 
     def copy(self) -> SlotStore:
         """An independent copy of everything held."""
         planes = {name: plane.clone() for name, plane in self.planes.items()}
-        return SlotStore(planes, self.capacity.copy(), self.lengths.copy(), self.next_slot.clone(), self.holed.copy())
+        return SlotStore(planes, self.capacity.copy(), self.lengths.copy())
 
     # ------------------------------------------------------------------------------------------------ moving
 
@@ -287,11 +329,19 @@ class SlotStore:
             plane = self.planes.pop(name)  # one plane at a time is there twice
             planes[name] = plane.new_full((total, *plane.shape[1:]), -1 if name == "positions" else 0)
             planes[name][target] = plane[source]
-        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))
+        SlotStore.__init__(self, planes, capacity, lengths)
 
-    def _take(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts, next_slot: Tensor, holed: Rows) -> None:
-        SlotStore.__init__(self, planes, capacity, lengths, next_slot, holed)
-        self._point_behind(~holed)
+    def _set_lengths(self, lengths: Counts, change: Tensor | int | None = None) -> None:
+        """New lengths; `change` is what they change by, where it is cheaper to apply that on the device."""
+        self._lengths = lengths
+        if change is None:
+            self._device_lengths = None
+        elif self._device_lengths is not None:
+            self._device_lengths += change if isinstance(change, int) else change.to(self._device_lengths.device)
+
+    @staticmethod
+    def _growth(slots: Counts) -> Counts:
+        return np.maximum(GROWTH, slots // 32)
 
     def _slots(self, starts: Counts, counts: Counts) -> Tensor:
         """Flat indices of `counts` slots from `starts` on, row by row."""
@@ -300,18 +350,17 @@ class SlotStore:
         flat = np.arange(counts.sum()) + np.repeat(starts - before, counts)
         return torch.from_numpy(flat).to(self.keys.device)
 
-    def _point_behind(self, rows: Rows) -> None:
-        """Let these rows, (batch, kv_heads) mask, write next behind their last token."""
-        behind = self._offsets + np.minimum(self.lengths, np.maximum(self.capacity - 1, 0))
-        new = torch.from_numpy(behind.ravel()).to(self.keys.device)
-        if not rows.all():
-            new = torch.where(torch.from_numpy(rows.ravel()).to(new.device), new, self.next_slot)
-        self.next_slot = new
-
-    def _offsets_on_device(self) -> Tensor:
+    def _row_offsets(self) -> Tensor:
+        """First slot of each row, (rows,) on the device."""
         if self._device_offsets is None:
-            self._device_offsets = torch.from_numpy(self._offsets).to(self.keys.device)
+            self._device_offsets = torch.from_numpy(self._offsets.ravel()).to(self.keys.device)
         return self._device_offsets
+
+    def _row_lengths(self) -> Tensor:
+        """Tokens of each row, (rows,) on the device."""
+        if self._device_lengths is None:
+            self._device_lengths = torch.from_numpy(self.lengths.flatten()).to(self.keys.device)
+        return self._device_lengths
 
 
 def _row_starts(capacity: Counts) -> Counts:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvlab.hints import did_you_mean
+from kvlab.kernels.contract import ScanRule
 from kvlab.registry import Registry
 from kvlab.settings import check
 from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
@@ -29,6 +30,8 @@ Group = Literal["mean", "max", "sum", "first"]
 
 
 NEEDS = frozenset({"mass", "attention", "token_ids"})
+SCORE = "score"
+"""State in which the cache remembers the scores of a policy that gives each token its score once."""
 RANK = "rank"
 """State in which the cache remembers scores after a turn's end; infinite for tokens that weren't scored."""
 
@@ -77,6 +80,8 @@ class Policy:
     """What the policy remembers of each token; `arrive` makes it, the cache moves it along and bills it."""
     query_aware: ClassVar[bool] = False
     """Whether the last tokens of the prompt steer what is kept, so that a question at its end is seen."""
+    once: ClassVar[bool] = False
+    """Whether a score depends on the token alone (its key, position, id), so that it is asked for once, as the token comes."""
     ragged: ClassVar[bool] = False
     """Whether heads of one layer may hold different numbers of tokens."""
     # Not annotated, so not dataclass fields: constants here, settings in the policies that annotate them.
@@ -91,6 +96,15 @@ class Policy:
     def score(self, step: Step) -> Scores:
         """Importance of each held token, higher = keep. Empty slots may get anything. Shape (batch, kv_heads, slots)."""
         raise NotImplementedError(f"policy {self.name or type(self).__name__} has no score()")
+
+    def scan_rule(self) -> ScanRule | None:
+        """The rule by which kernels may decide at decode steps instead of `score`; None: `score` is asked at each.
+
+        It must be what `score` says. Between turns a policy that decides at their ends has one anyway.
+        """
+        if self.when == "prompt_end":
+            return ScanRule(order="ranked", plane=RANK) if self.ranks_after_prompt else ScanRule()
+        return ScanRule(order="value", plane=SCORE) if self.once else None
 
     def arrive(self, arrival: Arrival) -> Mapping[str, Tensor]:
         """State of new tokens by name: (batch, kv_heads, tokens, ...) each. What is left out starts at 0."""
@@ -123,6 +137,18 @@ class Policy:
         return self.evicts and self.when == "prompt_end" and self.holds_budget_after_prompt
 
 
+def rule_of(policy: Policy) -> ScanRule | None:
+    """The rule that kernels may follow for this policy; None where only its own `score` knows.
+
+    A `score` that overrides the one which an inherited rule stands for makes that rule void.
+    """
+    if policy.rolling:  # keys change their places at each step
+        return None
+    scored, ruled = (next(cls for cls in type(policy).__mro__ if name in vars(cls)) for name in ("score", "scan_rule"))
+    own = policy.when == "every_step" and not policy.once and scored is not ruled and issubclass(scored, ruled)
+    return None if own else policy.scan_rule()
+
+
 POLICIES: Registry[Policy] = Registry("policy", "register", PolicyError, "kvlab.policies")
 PolicyType = TypeVar("PolicyType", bound=type[Policy])
 
@@ -134,7 +160,7 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
         POLICIES.check(name, cls)
         if unknown := cls.needs - NEEDS:
             raise PolicyError(f"policy {name!r} needs {', '.join(unknown)}; what there is: {', '.join(sorted(NEEDS))}")
-        if taken := (NEEDS | {RANK}) & set(cls.state):
+        if taken := (NEEDS | {RANK, SCORE}) & set(cls.state):
             raise PolicyError(f"policy {name!r}: state {', '.join(taken)} is a name of kvlab's own; choose another")
         cls.name = name
         POLICIES.classes[name] = cls

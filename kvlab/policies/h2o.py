@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvlab.budget import exact_share
+from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Group, Policy, PolicyError, register
 from kvlab.shapes import PerHead, Scores, Step
 
@@ -35,6 +36,10 @@ class H2O(Policy):
         share = exact_share(self.heavy_share)
         heavy = budget * share.numerator // share.denominator
         return (budget - heavy).clamp(min=self.recent_window)
+
+    def scan_rule(self) -> ScanRule:
+        """A running sum."""
+        return ScanRule(observe="sum", order="value", plane="mass", group=self.group)
 
     def score(self, step: Step) -> Scores:
         """Attention received so far."""

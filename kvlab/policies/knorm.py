@@ -1,6 +1,7 @@
 """L2-norm policy (Devoto et al. 2024, arXiv 2406.11430): keys of small norm draw attention, so they stay."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ class KNorm(Policy):
     The released code leaves the first two layers alone; here every layer keeps to the budget. Norms are compared to 14
     bits: in a model's first layer the same token has the same norm everywhere but for rounding, and a tie is a tie.
     """
+
+    once: ClassVar[bool] = True
 
     def score(self, step: Step) -> Scores:
         """Minus the norm of the cached key."""

@@ -1,6 +1,7 @@
 """Random eviction, the control that any method must beat."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class Random(Policy):
     """
 
     seed: int = 0
+
+    once: ClassVar[bool] = True
 
     def score(self, step: Step) -> Scores:
         """Uniform in [0, 1), in steps of 2 ** -24 so that float32 holds it exactly."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Policy, register
 from kvlab.shapes import Scores, Step
 
@@ -15,6 +16,10 @@ class StreamingLLM(Policy):
     """
 
     num_sink: int = 4
+
+    def scan_rule(self) -> ScanRule:
+        """The oldest leaves."""
+        return ScanRule()
 
     def score(self, step: Step) -> Scores:
         """Newer is better."""

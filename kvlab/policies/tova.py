@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.reference import merge_group
 from kvlab.policies.base import Policy, register
 from kvlab.shapes import Scores, Step
@@ -19,6 +20,10 @@ class TOVA(Policy):
     coupling: ClassVar[Literal["head", "layer"]] = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     query_aware: ClassVar[bool] = True
+
+    def scan_rule(self) -> ScanRule:
+        """The current step's attention, for all heads together."""
+        return ScanRule(observe="last", order="value", coupled=True)
 
     def score(self, step: Step) -> Scores:
         """Attention of the last query; coupling over the layer averages KV heads too."""

@@ -1,0 +1,98 @@
+"""Decoding: time of one step of a batch, with caches that hold a prompt, against transformers' own cache.
+
+A prompt is read once and its row repeated, as what stands in the rows makes no difference to the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvlab.bench.setup import Setup
+from kvlab.bench.timing import Line, alternate, bandwidth
+from kvlab.policies import policy_class, policy_names
+
+STEPS = 8
+"""Steps in one measurement."""
+TARGETS = {2048: (2.0, 1.3), 4096: (2.5, 1.6)}
+"""Prompt length -> h2o over transformers' full cache, and over kvlab's; in between those of the next shorter length."""
+FULL_TARGET, DECIDING_TARGET = 1.3, 1.10
+
+Step = Callable[[], None]
+
+
+def decode(setup: Setup) -> list[Line]:
+    """h2o and full against transformers' cache at each length; every policy against streaming_llm at the shortest."""
+    speed = bandwidth(setup.device)
+    lines = [line for length in setup.lengths for line in _against_full(setup, length, speed)]
+    return lines + _deciding(setup, min(setup.lengths))
+
+
+def _against_full(setup: Setup, length: int, speed: float) -> list[Line]:
+    with ExitStack() as stack, torch.inference_mode():
+        caches = {name: _kvlab_cache(setup, name, length, stack) for name in ("full", "h2o")}
+        caches["transformers"] = _stock_cache(setup, length)
+        times = alternate({name: _steps(setup, cache) for name, cache in caches.items()}, setup.repeats, setup.device)
+        held = {name: caches[name].memory().kv_bytes for name in ("full", "h2o")}
+    weights = sum(parameter.nbytes for parameter in setup.model.parameters())
+    step = {name: time / STEPS for name, time in times.items()}
+    at = f"batch {setup.batch} × {length}"
+    over_stock, over_full = TARGETS[max((known for known in TARGETS if known <= length), default=min(TARGETS))]
+
+    def line(name: str, other: str, target: float) -> Line:
+        floor = (weights + held[name]) / speed
+        note = f"{setup.batch / step[name]:.0f} tokens/s; {held[name] / 2**20:.0f} MiB of keys and values"
+        labels = {
+            "h2o": f"h2o at {setup.ratio:.0%}",
+            "full": "kvlab's full cache",
+            "transformers": "transformers' DynamicCache",
+        }
+        what = f"{labels[name]} over {labels[other]}, {at}"
+        return Line(what, step[name], step[other], target, True, floor, note)
+
+    return [line("h2o", "transformers", over_stock), line("h2o", "full", over_full), line("full", "transformers", FULL_TARGET)]
+
+
+def _deciding(setup: Setup, length: int) -> list[Line]:
+    """What deciding costs: policies against the one that need not look, all holding equally much."""
+    names = [
+        name for name in policy_names() if policy_class(name).evicts and policy_class(name).__module__.startswith("kvlab.")
+    ]
+    with ExitStack() as stack, torch.inference_mode():
+        works = {name: _steps(setup, _kvlab_cache(setup, name, length, stack)) for name in names}
+        step = {name: time / STEPS for name, time in alternate(works, setup.repeats, setup.device).items()}
+    base = step.pop("streaming_llm")
+    at = f"batch {setup.batch} × {length} at {setup.ratio:.0%}"
+    return [Line(f"{name} over streaming_llm, {at}", seconds, base, DECIDING_TARGET) for name, seconds in step.items()]
+
+
+def _kvlab_cache(setup: Setup, name: str, length: int, stack: ExitStack) -> Any:
+    session = stack.enter_context(setup.session(name))
+    cache = session.new_cache()
+    setup.model(setup.ids(length), cache=cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(setup.batch)
+    return cache
+
+
+def _stock_cache(setup: Setup, length: int) -> DynamicCache:
+    cache = DynamicCache(config=setup.model.config)
+    setup.model(setup.ids(length), past_key_values=cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(setup.batch)
+    return cache
+
+
+def _steps(setup: Setup, cache: Any) -> Step:
+    """Some greedy steps of the batch."""
+    token = torch.full((setup.batch, 1), 11, device=setup.device)
+
+    def run() -> None:
+        nonlocal token
+        for _ in range(STEPS):
+            logits = setup.model(token, past_key_values=cache).logits
+            token = logits[:, -1].argmax(-1)[:, None]
+
+    return run

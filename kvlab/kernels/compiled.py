@@ -1,0 +1,449 @@
+"""What numba compiles: attention of one row, one decision, the scan over steps, the softmax of a prefill's chunk.
+
+Each thread has rows of its own, and what a row needs stays in its core's cache. Numbers are read as they are stored (bfloat16
+in uint16, float16 in int16); everything is computed in float32. All of it is in this one file, since numba looks at one file's
+date when it decides whether to compile again. Loops run over slices that start at 0: from an unknown start numba would check
+each index, and nothing would be vectorised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic, overload
+
+# Sums may be reordered and fused; infinities and NaN mean what they mean.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+INFINITY = np.float32(np.inf)
+NOTHING, SUM, LAST = range(3)
+AGE, VALUE, RANKED = range(3)
+MEAN, ADD, MAX, FIRST = range(4)
+DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
+COLUMNS = 512  # slots whose mass one thread adds up at a time
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+@intrinsic
+def _float_of_bits(context: Any, bits: Any) -> Any:
+    """The float32 with these 32 bits."""
+    return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+def _as_float(number):  # type: ignore[no-untyped-def]  # numba wants the overload's very signature
+    """A stored number as float32: float32 itself, bfloat16 kept in uint16, float16 kept in int16."""
+
+
+@overload(_as_float)
+def _as_float_of(number):  # type: ignore[no-untyped-def]
+    if number == types.float32:
+        return lambda number: number
+    if number == types.uint16:
+        return lambda number: _float_of_bits(np.uint32(number) << np.uint32(16))
+
+    def from_float16(number):  # type: ignore[no-untyped-def]  # multiplying shifts exponents, subnormal numbers' too
+        bits = np.uint32(np.uint16(number))
+        sign, size = bits & np.uint32(0x8000), bits & np.uint32(0x7FFF)
+        return _float_of_bits(sign << np.uint32(16) | size << np.uint32(13)) * np.float32(2.0**112)
+
+    return from_float16
+
+
+@njit(fastmath=FAST, inline="always")
+def _exp(x: Any) -> Any:
+    """e**x for x <= 0, to 2e-7: reduced to half an octave around 1, then a polynomial; vectorised, unlike the library's."""
+    x = max(x, np.float32(-87.0))
+    octaves = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - octaves * np.float32(0.693359375)
+    rest = rest + octaves * np.float32(2.12194440e-4)
+    result = np.float32(1.9875691500e-4)
+    result = result * rest + np.float32(1.3981999507e-3)
+    result = result * rest + np.float32(8.3334519073e-3)
+    result = result * rest + np.float32(4.1665795894e-2)
+    result = result * rest + np.float32(1.6666665459e-1)
+    result = result * rest + np.float32(5.0000001201e-1)
+    result = result * rest * rest + rest + np.float32(1.0)
+    return result * _float_of_bits(np.uint32((np.int32(octaves) + np.int32(127)) << np.int32(23)))
+
+
+# ---------------------------------------------------------------------------------------------- one row's attention
+
+
+@njit(fastmath=FAST)
+def _dots(query: Any, keys: Any, out: Any) -> None:
+    """out[g, i] = query[g] . keys[i]; four keys at a time, so that a query is loaded once for them."""
+    group, dim = query.shape
+    count = keys.shape[0]
+    for block in range(count // 4):
+        i = 4 * block
+        a, b, c, d = keys[i], keys[i + 1], keys[i + 2], keys[i + 3]
+        for g in range(group):
+            s0 = s1 = s2 = s3 = np.float32(0)
+            for j in range(dim):
+                x = query[g, j]
+                s0 += x * _as_float(a[j])
+                s1 += x * _as_float(b[j])
+                s2 += x * _as_float(c[j])
+                s3 += x * _as_float(d[j])
+            out[g, i], out[g, i + 1], out[g, i + 2], out[g, i + 3] = s0, s1, s2, s3
+    for i in range(count // 4 * 4, count):
+        for g in range(group):
+            s = np.float32(0)
+            for j in range(dim):
+                s += query[g, j] * _as_float(keys[i, j])
+            out[g, i] = s
+
+
+@njit(fastmath=FAST)
+def _mix(weights: Any, values: Any, out: Any) -> None:
+    """out[g] = sum over i of weights[g, i] * values[i]."""
+    group, dim = out.shape
+    count = values.shape[0]
+    out[:] = np.float32(0)
+    for block in range(count // 4):
+        i = 4 * block
+        a, b, c, d = values[i], values[i + 1], values[i + 2], values[i + 3]
+        for g in range(group):
+            w0, w1, w2, w3 = weights[g, i], weights[g, i + 1], weights[g, i + 2], weights[g, i + 3]
+            for j in range(dim):
+                new = w0 * _as_float(a[j]) + w1 * _as_float(b[j]) + w2 * _as_float(c[j]) + w3 * _as_float(d[j])
+                out[g, j] += new
+    for i in range(count // 4 * 4, count):
+        for g in range(group):
+            for j in range(dim):
+                out[g, j] += weights[g, i] * _as_float(values[i, j])
+
+
+@njit(fastmath=FAST)
+def _largest(numbers: Any) -> Any:
+    """The largest of some numbers; eight maxima at a time, as one alone would wait for each comparison."""
+    a = b = c = d = e = f = g = h = -INFINITY
+    count = numbers.shape[0]
+    for block in range(count // 8):
+        i = 8 * block
+        a, b, c, d = max(a, numbers[i]), max(b, numbers[i + 1]), max(c, numbers[i + 2]), max(d, numbers[i + 3])
+        e, f, g, h = max(e, numbers[i + 4]), max(f, numbers[i + 5]), max(g, numbers[i + 6]), max(h, numbers[i + 7])
+    for i in range(count // 8 * 8, count):
+        a = max(a, numbers[i])
+    return max(max(max(a, b), max(c, d)), max(max(e, f), max(g, h)))
+
+
+@njit(fastmath=FAST)
+def _cap(logits: Any, scale: Any, softcap: Any) -> None:
+    """Scaled logits x become softcap * tanh(x / softcap), by way of exp(-2|x|) so that nothing overflows; -inf stays."""
+    for i in range(logits.shape[0]):
+        x = logits[i] * scale / softcap
+        e = _exp(np.float32(-2) * abs(x))
+        size = softcap * (np.float32(1) - e) / (np.float32(1) + e)
+        capped = size if x > 0 else -size
+        logits[i] = capped if logits[i] > -INFINITY else logits[i]
+
+
+@njit(fastmath=FAST)
+def _exponentials(logits: Any, scale: Any, softcap: Any, sink: Any) -> Any:
+    """One query head's logits, unscaled, become softmax weights but for the factor that is returned.
+
+    sink: a logit that only enlarges the denominator, -inf for none. A logit of -inf becomes 0.
+    """
+    if softcap > 0:
+        _cap(logits, scale, softcap)
+        scale = np.float32(1)
+    top = max(_largest(logits) * scale, sink)
+    total = np.float32(0)
+    for i in range(logits.shape[0]):
+        x = logits[i]
+        e = _exp(x * scale - top)
+        e = e if x > -INFINITY else np.float32(0)
+        logits[i] = e
+        total += e
+    if sink > -INFINITY:
+        total += _exp(sink - top)
+    return np.float32(1) / total
+
+
+@njit(fastmath=FAST)
+def _attend(
+    query: Any, keys: Any, values: Any, positions: Any, start: int, count: int, now: int, numbers: Any, sinks: Any, out: Any,
+    weights: Any,
+) -> None:  # fmt: skip
+    """One row: attention of query (group, dim) over its first `count` slots; out (group, dim), weights (group, >= count)."""
+    scale, softcap, window = numbers
+    end = start + count
+    _dots(query, keys[start:end], weights)
+    places = positions[start:end]
+    for i in range(count):
+        position = places[i]
+        if position > now or (window > 0 and position <= now - window):
+            for g in range(query.shape[0]):
+                weights[g, i] = -INFINITY
+    for g in range(query.shape[0]):
+        row = weights[g, :count]
+        factor = _exponentials(row, scale, softcap, sinks[g])
+        for i in range(count):
+            row[i] *= factor
+    _mix(weights, values[start:end], out)
+
+
+@njit(fastmath=FAST)
+def _merge(weights: Any, count: int, how: int, share: Any, out: Any) -> None:
+    """out[i] += share * (query heads' weights of slot i, merged)."""
+    group = weights.shape[0]
+    if how == MAX:
+        for i in range(count):
+            most = weights[0, i]
+            for g in range(1, group):
+                most = max(most, weights[g, i])
+            out[i] += share * most
+    elif how == FIRST:
+        for i in range(count):
+            out[i] += share * weights[0, i]
+    else:
+        factor = share / np.float32(group) if how == MEAN else share
+        for g in range(group):
+            for i in range(count):
+                out[i] += factor * weights[g, i]
+
+
+# ----------------------------------------------------------------------------------------------- one row's decision
+
+
+@njit
+def _sort_values(value: Any, positions: Any, order: int, limit: int, out: Any) -> None:
+    """What orders a row's unprotected tokens, lowest first. value, positions: of the row's tokens."""
+    count = positions.shape[0]
+    by_value = order == VALUE
+    if order == RANKED:
+        finite = 0
+        for i in range(count):
+            finite += np.isfinite(value[i])
+        by_value = finite > limit // 2
+    for i in range(count):
+        if by_value:
+            out[i] = value[i] if not np.isnan(value[i]) else -INFINITY
+        elif order == RANKED and np.isfinite(value[i]):
+            out[i] = INFINITY
+        else:
+            out[i] = positions[i]
+
+
+@njit
+def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int) -> int:
+    """Which of a row's tokens leaves: the lowest by tier of protection, then by `by`, then the oldest."""
+    best, best_tier, best_key, best_position = 0, SINK + 1, INFINITY, 0
+    for i in range(positions.shape[0]):
+        position = positions[i]
+        tier, key = NORMAL, by[i]
+        if window > 0 and position <= now - window:
+            tier, key = DEAD, np.float32(position)
+        elif position < num_sink:
+            tier, key = SINK, np.float32(-position)
+        elif special.size > 0 and special[i]:
+            tier, key = SPECIAL, np.float32(position)
+        elif position > now - recent:
+            tier, key = RECENT, np.float32(position)
+        if tier > best_tier:
+            continue
+        if tier < best_tier or key < best_key or (key == best_key and position < best_position):
+            best, best_tier, best_key, best_position = i, tier, key, position
+    return best
+
+
+@njit
+def _drop(planes: Any, start: int, slot: int, last: int) -> None:
+    """Remove a row's token: its last one moves into the gap."""
+    keys, values, positions, value, special, source = planes
+    gap, end = start + slot, start + last
+    if gap != end:
+        keys[gap] = keys[end]
+        values[gap] = values[end]
+        positions[gap] = positions[end]
+        if value.size > 0:
+            value[gap] = value[end]
+        if special.size > 0:
+            special[gap] = special[end]
+        if source.size > 0:
+            source[gap] = source[end]
+    positions[end] = -1
+
+
+@njit
+def _drop_to(
+    room: Any, planes: Any, offsets: Any, lengths: Any, first: int, rows: int, now: int, window: int, limits: Any, order: int,
+    last_value: Any, by: Any,
+) -> None:  # fmt: skip
+    """Let tokens of a unit's rows leave until each holds `room` at most; all rows drop what the first one drops."""
+    positions, value, special = planes[2], planes[3], planes[4]
+    limit, recent, num_sink = limits
+    start = offsets[first]
+    while lengths[first] > room:
+        count = lengths[first]
+        places = positions[start : start + count]
+        held = value[start : start + count] if last_value.size == 0 and value.size > 0 else last_value
+        _sort_values(held, places, order, limit[first], by)
+        slot = _victim(by, places, special[start : start + count], now, window, recent[first], num_sink)
+        if last_value.size > 0:
+            last_value[slot] = last_value[count - 1]
+        for row in range(first, first + rows):
+            _drop(planes, offsets[row], slot, count - 1)
+            lengths[row] = count - 1
+
+
+# -------------------------------------------------------------------------------------------------------- the scan
+
+
+@njit(parallel=True, fastmath=FAST, cache=True)
+def scan(
+    queries: Any, new_keys: Any, new_values: Any, new_positions: Any, new_value: Any, new_special: Any, new_source: Any,
+    planes: Any, offsets: Any, lengths: Any, limit: Any, target: Any, recent: Any, sinks: Any, numbers: Any, widest: int,
+    num_sink: int, before: bool, rule: Any, coupled: bool, out: Any,
+) -> None:  # fmt: skip
+    """queries (rows, group, tokens, dim); new_... (rows, tokens, ...); out (rows, group, tokens, value_dim)."""
+    rows, group, tokens, dim = queries.shape
+    sequences = new_positions.shape[0]
+    heads = rows // sequences
+    unit = heads if coupled else 1
+    observe, order, merge = rule
+    for u in prange(rows // unit):
+        keys, values, positions, value, special, source = planes
+        window = numbers[2]
+        limits = (limit, recent, num_sink)
+        query = np.empty((group, dim), np.float32)
+        mixed = np.empty((group, out.shape[3]), np.float32)
+        weights = np.empty((group, widest), np.float32)
+        by = np.empty(widest, np.float32)
+        last_value = np.zeros(widest if observe == LAST else 0, np.float32)
+        first = u * unit
+        for t in range(tokens):
+            now = new_positions[first // heads, t]
+            if now < 0:  # a pad
+                for row in range(first, first + unit):
+                    out[row, :, t] = np.float32(0)
+                continue
+            if before and lengths[first] >= limit[first]:
+                room = min(target[first], limit[first] - 1)
+                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, last_value, by)
+            if observe == LAST:
+                last_value[: lengths[first] + 1] = np.float32(0)
+            for row in range(first, first + unit):
+                start = offsets[row]
+                place = start + lengths[row]
+                keys[place] = new_keys[row, t]
+                values[place] = new_values[row, t]
+                positions[place] = now
+                if value.size > 0:
+                    value[place] = new_value[row, t] if new_value.size > 0 else np.float32(0)
+                if special.size > 0:
+                    special[place] = new_special[row // heads, t]
+                if source.size > 0:
+                    source[place] = new_source[row, t]
+                lengths[row] += 1
+                for g in range(group):
+                    for j in range(dim):
+                        query[g, j] = _as_float(queries[row, g, t, j])
+                _attend(query, keys, values, positions, start, lengths[row], now, numbers, sinks[row % heads], mixed, weights)
+                out[row, :, t] = mixed
+                if observe == SUM:
+                    _merge(weights, lengths[row], merge, np.float32(1), value[start:])
+                elif observe == LAST:
+                    _merge(weights, lengths[row], merge, np.float32(1) / np.float32(unit), last_value)
+            if not before and lengths[first] > limit[first]:
+                room = min(target[first], limit[first])
+                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, last_value, by)
+
+
+# --------------------------------------------------------------------------------------------- attention over slots
+
+
+@njit(parallel=True, fastmath=FAST, cache=True)
+def decode(
+    queries: Any, keys: Any, values: Any, positions: Any, offsets: Any, lengths: Any, query_positions: Any, sinks: Any,
+    numbers: Any, widest: int, out: Any, weights: Any,
+) -> None:  # fmt: skip
+    """queries, out (rows, group, queries, dim); weights (rows, group, queries, widest), or of size 0 if nobody asks."""
+    rows, group, count, dim = queries.shape
+    heads = rows // query_positions.shape[0]
+    for row in prange(rows):
+        query = np.empty((group, dim), np.float32)
+        mixed = np.empty((group, out.shape[3]), np.float32)
+        found = np.empty((group, widest), np.float32)
+        for t in range(count):
+            now = query_positions[row // heads, t]
+            if now < 0:
+                out[row, :, t] = np.float32(0)
+                continue
+            for g in range(group):
+                for j in range(dim):
+                    query[g, j] = _as_float(queries[row, g, t, j])
+            held = lengths[row]
+            _attend(query, keys, values, positions, offsets[row], held, now, numbers, sinks[row % heads], mixed, found)
+            out[row, :, t] = mixed
+            if weights.size > 0:
+                weights[row, :, t, :held] = found[:, :held]
+
+
+# --------------------------------------------------------------------------------------------------------- prefill
+
+
+@njit(fastmath=FAST)
+def _hide(logits: Any, positions: Any, now: int, window: int) -> None:
+    """-inf for the slots that a query at `now` doesn't see."""
+    for j in range(logits.shape[0]):
+        seen = positions[j] >= 0 and positions[j] <= now and (window <= 0 or positions[j] > now - window)
+        logits[j] = logits[j] if seen else -INFINITY
+
+
+@njit(fastmath=FAST)
+def _add_columns(weights: Any, factors: Any, count: int, how: int, mass: Any) -> None:
+    """mass[j] += weights of slot j, merged over query heads for each of `count` queries. weights (group * queries, slots)."""
+    group = weights.shape[0] // count
+    if how == MAX:
+        for i in range(count):
+            for j in range(mass.shape[0]):
+                most = weights[i, j] * factors[i]
+                for g in range(1, group):
+                    most = max(most, weights[g * count + i, j] * factors[g * count + i])
+                mass[j] += most
+        return
+    share = np.float32(1) / np.float32(group) if how == MEAN else np.float32(1)
+    for r in range(count if how == FIRST else weights.shape[0]):
+        factor = factors[r] * share
+        row = weights[r]
+        for j in range(mass.shape[0]):
+            mass[j] += row[j] * factor
+
+
+@njit(parallel=True, fastmath=FAST, cache=True)
+def softmax_columns(
+    logits: Any, positions: Any, query_positions: Any, before: int, numbers: Any, sinks: Any, merge: int, mass: Any,
+    factors: Any,
+) -> None:  # fmt: skip
+    """Logits (group * queries, slots) of one KV head become softmax weights but for `factors`; mass (slots,) is added to.
+
+    merge: how query heads merge, -1 if nobody asks for mass
+    before: how many slots come before the first query's own, where slots and queries are the same tokens in order; else -1.
+    """
+    rows, slots = logits.shape
+    count = query_positions.shape[0]
+    scale, softcap, window = numbers
+    for r in prange(rows):
+        now, start, end = query_positions[r % count], 0, slots
+        if before >= 0:
+            end = before + r % count + 1
+            start = max(0, end - window) if window > 0 else 0
+        else:
+            _hide(logits[r], positions, now, window)
+        logits[r, :start] = np.float32(0)
+        logits[r, end:] = np.float32(0)
+        if now < 0:
+            logits[r] = np.float32(0)
+            factors[r] = np.float32(0)
+        else:
+            factors[r] = _exponentials(logits[r, start:end], scale, softcap, sinks[r // count])
+    if merge < 0:
+        return
+    for block in prange((slots + COLUMNS - 1) // COLUMNS):
+        part = slice(block * COLUMNS, min(slots, (block + 1) * COLUMNS))
+        _add_columns(logits[:, part], factors, count, merge, mass[part])

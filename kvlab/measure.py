@@ -1,0 +1,47 @@
+"""Clocks and memory meters of a process and its device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class PeakMemory:
+    """The most memory that the process and its device held since this was made, where the system can tell."""
+
+    def __init__(self) -> None:
+        self.process: int | None = None
+        self.device: int | None = None
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Measure from here on, too."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def pause(self) -> None:
+        """Leave aside what comes until `go_on`."""
+        process = None
+        with contextlib.suppress(OSError, IndexError):
+            status = Path("/proc/self/status").read_text()
+            process = 1024 * int(status.split("VmHWM:")[1].split()[0])
+        device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        self.process = max((n for n in (self.process, process) if n is not None), default=None)
+        self.device = max((n for n in (self.device, device) if n is not None), default=None)
+
+    def read(self) -> dict[str, int | None]:
+        """Bytes; None where it can't be known. After an interruption, of the last attempt."""
+        self.pause()
+        return {"peak_process_bytes": self.process, "peak_device_bytes": self.device}
