@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench` and `doctor`. Knows how to print, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list`, `bench` and `doctor`. Prints, and leaves the rest to the library."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ BENCH_EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels'
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     options, rest = _parser().parse_known_args(arguments)
     if rest and not options.takes_rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")

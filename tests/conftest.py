@@ -5,11 +5,25 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides at its first import, which may be deep in transformers, whether its interpreter runs all kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from jaxtyping import install_import_hook
 
 # Shapes of the public API are checked while tests run.
 install_import_hook(
-    ["kvlab.budget", "kvlab.selection", "kvlab.kernels.reference", "kvlab.kernels.cpu", "kvlab.policies", "kvlab.session"],
+    [
+        "kvlab.budget",
+        "kvlab.selection",
+        "kvlab.kernels.reference",
+        "kvlab.kernels.cpu",
+        "kvlab.kernels.gpu",
+        "kvlab.policies",
+        "kvlab.session",
+    ],
     "beartype.beartype",
 )
 
@@ -19,7 +33,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvlab.policies import policy_names
 from kvlab.tiny import tiny_families, tiny_model

@@ -5,7 +5,6 @@ A prompt is read once and its row repeated, as what stands in the rows makes no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,16 +12,14 @@ import torch
 from transformers import DynamicCache
 
 from kvlab.bench.setup import Setup
-from kvlab.bench.timing import Line, alternate, bandwidth
+from kvlab.bench.timing import Line, Work, alternate, bandwidth
 from kvlab.policies import policy_class, policy_names
 
 STEPS = 8
-"""Steps in one measurement."""
+"""Steps for each repeat. Caches take turns after every step."""
 TARGETS = {2048: (2.0, 1.3), 4096: (2.5, 1.6)}
 """Prompt length -> h2o over transformers' full cache, and over kvlab's; in between those of the next shorter length."""
 FULL_TARGET, DECIDING_TARGET = 1.3, 1.10
-
-Step = Callable[[], None]
 
 
 def decode(setup: Setup) -> list[Line]:
@@ -36,21 +33,17 @@ def _against_full(setup: Setup, length: int, speed: float) -> list[Line]:
     with ExitStack() as stack, torch.inference_mode():
         caches = {name: _kvlab_cache(setup, name, length, stack) for name in ("full", "h2o")}
         caches["transformers"] = _stock_cache(setup, length)
-        times = alternate({name: _steps(setup, cache) for name, cache in caches.items()}, setup.repeats, setup.device)
+        works = {name: _step(setup, cache) for name, cache in caches.items()}
+        step = alternate(works, STEPS * setup.repeats, setup.device, warm_up=2)
         held = {name: caches[name].memory().kv_bytes for name in ("full", "h2o")}
     weights = sum(parameter.nbytes for parameter in setup.model.parameters())
-    step = {name: time / STEPS for name, time in times.items()}
     at = f"batch {setup.batch} × {length}"
     over_stock, over_full = TARGETS[max((known for known in TARGETS if known <= length), default=min(TARGETS))]
 
     def line(name: str, other: str, target: float) -> Line:
         floor = (weights + held[name]) / speed
         note = f"{setup.batch / step[name]:.0f} tokens/s; {held[name] / 2**20:.0f} MiB of keys and values"
-        labels = {
-            "h2o": f"h2o at {setup.ratio:.0%}",
-            "full": "kvlab's full cache",
-            "transformers": "transformers' DynamicCache",
-        }
+        labels = {"h2o": f"h2o at {setup.ratio:.0%}", "full": "kvlab's full", "transformers": "transformers' DynamicCache"}
         what = f"{labels[name]} over {labels[other]}, {at}"
         return Line(what, step[name], step[other], target, True, floor, note)
 
@@ -59,12 +52,10 @@ def _against_full(setup: Setup, length: int, speed: float) -> list[Line]:
 
 def _deciding(setup: Setup, length: int) -> list[Line]:
     """What deciding costs: policies against the one that need not look, all holding equally much."""
-    names = [
-        name for name in policy_names() if policy_class(name).evicts and policy_class(name).__module__.startswith("kvlab.")
-    ]
+    names = [name for name in policy_names() if policy_class(name).evicts]
     with ExitStack() as stack, torch.inference_mode():
-        works = {name: _steps(setup, _kvlab_cache(setup, name, length, stack)) for name in names}
-        step = {name: time / STEPS for name, time in alternate(works, setup.repeats, setup.device).items()}
+        works = {name: _step(setup, _kvlab_cache(setup, name, length, stack)) for name in names}
+        step = alternate(works, STEPS * setup.repeats, setup.device, warm_up=2)
     base = step.pop("streaming_llm")
     at = f"batch {setup.batch} × {length} at {setup.ratio:.0%}"
     return [Line(f"{name} over streaming_llm, {at}", seconds, base, DECIDING_TARGET) for name, seconds in step.items()]
@@ -80,19 +71,17 @@ def _kvlab_cache(setup: Setup, name: str, length: int, stack: ExitStack) -> Any:
 
 def _stock_cache(setup: Setup, length: int) -> DynamicCache:
     cache = DynamicCache(config=setup.model.config)
-    setup.model(setup.ids(length), past_key_values=cache, logits_to_keep=1)
+    setup.model(setup.ids(length), cache=cache, logits_to_keep=1)
     cache.batch_repeat_interleave(setup.batch)
     return cache
 
 
-def _steps(setup: Setup, cache: Any) -> Step:
-    """Some greedy steps of the batch."""
+def _step(setup: Setup, cache: Any) -> Work:
+    """One greedy step of the batch after the other."""
     token = torch.full((setup.batch, 1), 11, device=setup.device)
 
     def run() -> None:
         nonlocal token
-        for _ in range(STEPS):
-            logits = setup.model(token, past_key_values=cache).logits
-            token = logits[:, -1].argmax(-1)[:, None]
+        token = setup.model(token, cache=cache).logits[:, -1].argmax(-1)[:, None]
 
     return run

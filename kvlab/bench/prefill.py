@@ -18,7 +18,9 @@ def prefill(setup: Setup) -> list[Line]:
     length = max(setup.lengths)
     ids = setup.ids(length)
     with torch.inference_mode():
-        works: dict[str, Work] = {"plain": lambda: setup.model(ids, past_key_values=DynamicCache(), logits_to_keep=1)}
+        works: dict[str, Work] = {
+            "plain": lambda: setup.model(ids, cache=DynamicCache(config=setup.model.config), logits_to_keep=1)
+        }
         works |= {name: _read(setup, name, ids) for name in POLICIES}
         times = alternate(works, setup.repeats, setup.device)
         peaks = {name: _peak(work) for name, work in works.items()}

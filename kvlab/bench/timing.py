@@ -59,8 +59,8 @@ def alternate(works: Mapping[str, Work], repeats: int, device: torch.device, war
     times: dict[str, list[float]] = {name: [] for name in works}
     rounds = range(warm_up + repeats)
     for number in tqdm(rounds, unit="round", leave=False, disable=None):
+        gc.collect()  # not in the middle of a measurement
         for name, work in works.items():
-            gc.collect()  # not in the middle of the next
             start = now(device)
             work()
             if number >= warm_up:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -59,6 +60,16 @@ class Call:
     def tokens(self) -> int:
         """How many tokens, pads included."""
         return self.positions.shape[1]
+
+    @cached_property
+    def arrived(self) -> np.ndarray:
+        """How many real tokens come into each row: (batch, 1)."""
+        return (self.seen - self.seen_before)[:, None]
+
+    @cached_property
+    def first(self) -> bool:
+        """Whether no row has seen anything before."""
+        return not self.seen_before.any()
 
     @property
     def padded(self) -> bool:

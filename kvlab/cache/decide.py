@@ -37,7 +37,7 @@ def lengths_after(lengths: np.ndarray, arrived: np.ndarray, limit: np.ndarray, t
 
     All (batch, kv_heads), `arrived` (batch, 1). What kernels do, done on the host, so that nobody need ask the device.
     """
-    if (target >= limit).all():
+    if target is limit or (target >= limit).all():
         return np.where(arrived > 0, np.minimum(lengths + arrived, limit), lengths)
     for token in range(int(arrived.max(initial=0))):
         comes = token < arrived

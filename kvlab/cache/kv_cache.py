@@ -138,7 +138,7 @@ class KVCache(Cache):
         """Whether a call is (part of) a turn; a single token is one only as the first of all."""
         if self.phase != "auto":
             return self.phase == "prompt"
-        return call.tokens > 1 or not call.seen_before.any()
+        return call.tokens > 1 or call.first
 
     # ----------------------------------------------------------------------------------------------- budgets
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvlab.kernels import reference
 from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
 from kvlab.kernels.dispatch import Kernels, choose
 from kvlab.kernels.reference import AttentionRule, accumulate_type, merge_group
-from kvlab.policies.base import RANK, SCORE, Policy, rule_of
+from kvlab.policies.base import RANK, SCORE, Policy
 from kvlab.shapes import Arrival, Keys, Outputs, Queries, Scores, Step, Tiers
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ class KVLayer(CacheLayerMixin):
         self.row_seen = NOTHING_SEEN  # (batch,); arrays of lengths and limits are replaced, never changed in place
         self.turn_start: np.ndarray | None = None  # `row_seen` when the open turn began
         self.limit: np.ndarray | None = None  # (batch, kv_heads) tokens; None before the first budget
-        self.limits: Limits | None = None  # the same on the device, with what follows from it
+        self.target = self.room = NOTHING_SEEN  # tokens that a decision leaves, and slots that rows may have: one more
+        # than the limit where a new token comes in before one leaves
+        self.limits: Limits | None = None  # the same on the device
+        self.steady: np.ndarray | None = None  # lengths at which each new token makes one leave, so that they stay
+        self.back_end: Kernels | None = None
         self.rule = AttentionRule(scaling=1.0)
         self.rotation: Rotation | None = None  # of the current call, left here by the attention modules' pre-hook
         self.table: RotaryTable | None = None
@@ -148,7 +153,8 @@ class KVLayer(CacheLayerMixin):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, rule: AttentionRule) -> Tensor:
         self.rule = rule
         call = self.cache.call_for(self.row_seen, key, padding)
-        queries = query.unflatten(1, (key.shape[1], -1))  # query head h reads KV head h // group
+        batch, heads, tokens, dim = query.shape
+        queries = query.reshape(batch, key.shape[1], -1, tokens, dim)  # query head h reads KV head h // group
         if self.policy.rolling:
             queries, key = self._unrotate(query, key, call)
         if self.store is None:
@@ -157,7 +163,8 @@ class KVLayer(CacheLayerMixin):
         attend = self._turn if self.cache.takes_turn(call) else self._steps
         output = attend(queries, arrival, call)
         self.cache.note_bytes(self.layer_idx, self.store.kv_bytes)
-        return output.flatten(1, 2).to(query.dtype)
+        output = output.flatten(1, 2)
+        return output if output.dtype == query.dtype else output.to(query.dtype)
 
     def _state_kinds(self, key: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -248,26 +255,23 @@ class KVLayer(CacheLayerMixin):
         """Each token as if it were decoded."""
         if self.limit is None:
             self._set_limit(self._limit_from(self.cache.stream_budgets(len(call.seen))))
-        rule = rule_of(self.policy)
+        rule = self.cache.plan.rule
         scan = None if rule is None else self._kernels(arrival.keys).evict_scan
+        steps = self._one_step if rule is None or scan is None else partial(self._scan, scan, rule)
+        if call.tokens == 1:
+            return steps(queries, arrival, call)
         outputs, start = [], 0
         while start < call.tokens:
             quiet = self._quiet_tokens(call.tokens - start)
             end = start + quiet if quiet > 1 else call.tokens if scan is not None else start + 1
-            some, one, part = queries[..., start:end, :], arrival.part(start, end), call.part(start, end)
-            if quiet > 1:
-                outputs.append(self._take_in(some, one, part)[0])
-            elif scan is not None:
-                assert rule is not None
-                outputs.append(self._scan(scan, rule, some, one, part))
-            else:
-                outputs.append(self._one_step(some, one, part))
+            some, part, calls = queries[..., start:end, :], arrival.part(start, end), call.part(start, end)
+            outputs.append(self._take_in(some, part, calls)[0] if quiet > 1 else steps(some, part, calls))
             start = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
     def _quiet_tokens(self, tokens: int) -> int:
         """How many of the next tokens can come before any could leave; 0 where each must be placed anew."""
-        if tokens == 1 or self.policy.rolling:
+        if self.policy.rolling:
             return 0
         assert self.limit is not None
         return min(tokens, int((self.limit - self._held.lengths).min()))
@@ -276,8 +280,9 @@ class KVLayer(CacheLayerMixin):
         """All steps at once, by a kernel that works on the store in place."""
         store, limit, limits = self._held, self.limit, self.limits
         assert limit is not None and limits is not None
-        arrived = (call.seen - call.seen_before)[:, None]
-        store.reserve(self._room(), None, arrived)
+        steady = store.lengths is self.steady
+        if not steady:
+            store.reserve(self.room, None, call.arrived)
         state = self._arriving_state(arrival, call)
         slots = store.slots(rule.plane)
         new = Arrivals(arrival.keys, arrival.values, call.positions, state.pop(rule.plane, None) if rule.plane else None)
@@ -285,11 +290,14 @@ class KVLayer(CacheLayerMixin):
         if special is not None and call.token_ids is not None:
             new = replace(new, special=torch.isin(call.token_ids, special))
             slots = replace(slots, special=torch.isin(store.state["token_ids"], special))
-        moved = store.state.keys() - {rule.plane}
+        moved = store.state_count > (rule.plane is not None)  # state that the kernel knows nothing of
         if moved:
             slots, new = _with_source(slots, new)
         output = scan(queries, new, slots, limits, self.rule, rule)
-        store.scanned(lengths_after(store.lengths, arrived, limit, self.policy.target(limit), limits.before))
+        if not steady:
+            lengths = lengths_after(store.lengths, call.arrived, limit, self.target, limits.before)
+            store.scanned(lengths)
+            self.steady = lengths if self.target is limit and (lengths == limit).all() else None
         if moved:
             shape = arrival.keys.shape[:3]
             others = {name: part.expand(*shape, *part.shape[3:]).flatten(0, 2) for name, part in state.items()}
@@ -304,7 +312,7 @@ class KVLayer(CacheLayerMixin):
         self.row_seen = call.seen
         if first_room:
             self._decide_step(queries, call, store.view(), None, arrival)
-        store.reserve(self._room(), rows)
+        store.reserve(self.room, rows)
         store.insert(arrival.keys, arrival.values, call.positions, self._arriving_state(arrival, call), rows)
         view = store.view()
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
@@ -350,7 +358,7 @@ class KVLayer(CacheLayerMixin):
         self._set_limit(np.where(came, split, before))
         if (came & (store.lengths > split)).any():
             budget = torch.from_numpy(np.where(came, split, store.lengths)).to(view.positions.device)
-            store.keep(selection.select(scores, step.positions, tiers, budget), view, self._room())
+            store.keep(selection.select(scores, step.positions, tiers, budget), view, self.room)
 
     def _remember_rank(self, scores: Scores, tiers: Tiers, came: np.ndarray, view: View) -> None:
         """Scores of a turn's end, which decide what leaves until the next one; protected tokens weren't scored."""
@@ -370,14 +378,14 @@ class KVLayer(CacheLayerMixin):
             over &= call.real[:, :1]
         if not over.any():
             return
-        left = np.minimum(self.policy.target(self.limit), room)
+        left = np.minimum(self.target, room)
         step = self._step(view, queries, call.positions, call.newest[:, 0], attention, arriving, prompt_end=False)
         scores, tiers = judge(self.policy, step, self.rule.window, self.cache.special_ids(view.positions.device))
         if (store.lengths - left == 1)[over].all() and (store.lengths == store.capacity)[over].all():
             store.vacate(selection.victim(scores, step.positions, tiers), None if over.all() else over)
         else:
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
-            store.keep(selection.select(scores, step.positions, tiers, budget), view, self._room())
+            store.keep(selection.select(scores, step.positions, tiers, budget), view, self.room)
 
     def _step_of(self, arrival: Arrival, call: Call) -> Step:
         """New tokens for a policy that scores each token once, by what it is alone."""
@@ -438,10 +446,12 @@ class KVLayer(CacheLayerMixin):
 
     def _set_limit(self, limit: np.ndarray) -> None:
         """Tokens that each row may hold from now on, (batch, kv_heads), and what follows from it on the device."""
-        self.limit = limit
+        self.limit, self.steady = limit, None
         device, policy = self._held.keys.device, self.policy
-        budget, target = (torch.from_numpy(np.array(n)).to(device) for n in (limit, policy.target(limit)))
         before = policy.phase == "before_attention"
+        self.target = policy.target(limit)
+        self.room = limit + (not before)
+        budget, target = (torch.from_numpy(np.array(counts)).to(device) for counts in (limit, self.target))
         self.limits = Limits(budget, target, policy.recent(budget), policy.num_sink, before)
 
     @property
@@ -462,13 +472,10 @@ class KVLayer(CacheLayerMixin):
     def _unlimited(self) -> np.ndarray:
         return np.full(self._held.lengths.shape, UNLIMITED, dtype=np.int64)
 
-    def _room(self) -> np.ndarray:
-        """Slots that each row may have: one more than its limit where the new token comes in before one leaves."""
-        assert self.limit is not None
-        return self.limit + (self.policy.phase == "after_attention")
-
     def _kernels(self, keys: Keys) -> Kernels:
-        return choose(self.cache.plan.kernels, keys.device.type, keys.dtype)
+        if self.back_end is None:
+            self.back_end = choose(self.cache.plan.kernels, keys.device.type, keys.dtype)
+        return self.back_end
 
     @property
     def _held(self) -> SlotStore:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from kvlab.budget import Budget, BudgetError, LayerGeometry
-from kvlab.policies.base import Policy, PolicyError
+from kvlab.kernels.contract import ScanRule
+from kvlab.policies.base import Policy, PolicyError, rule_of
 from kvlab.vocab import Vocab
 
 
@@ -38,6 +40,11 @@ class Plan:
                 f"the budget holds {fixed[0]} tokens per head, fewer than {self.policy.name} protects "
                 f"({self.protection}); raise the budget or lower these settings"
             )
+
+    @cached_property
+    def rule(self) -> ScanRule | None:
+        """The rule that kernels follow at decode steps; None where the policy's own `score` is asked."""
+        return rule_of(self.policy)
 
     def tokens(self, lengths: np.ndarray, new_tokens: int | None) -> np.ndarray | None:
         """Budget of each layer and sequence, (layers, batch), for sequences of these lengths; None for no limit."""

@@ -54,6 +54,7 @@ class SlotStore:
         self._device_lengths: Tensor | None = None
         self._device_offsets: Tensor | None = None
         self._dense_index: Tensor | None = None
+        self._slots_of: tuple[str | None, Slots] | None = None
 
     @classmethod
     def empty(cls, keys: Keys, values: Values, state: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> SlotStore:
@@ -94,6 +95,11 @@ class SlotStore:
     def lengths(self) -> Counts:
         """Tokens of each row, (batch, kv_heads)."""
         return self._lengths
+
+    @property
+    def state_count(self) -> int:
+        """How many kinds of per-token state there are."""
+        return len(self.planes) - 3
 
     @property
     def uniform(self) -> bool:
@@ -139,15 +145,18 @@ class SlotStore:
 
     def slots(self, value: str | None = None) -> Slots:
         """What kernels work on; `value` names the plane that their rule keeps. After a scan call `scanned`."""
-        return Slots(
-            keys=self.keys,
-            values=self.values,
-            positions=self.positions,
-            offsets=self._row_offsets(),
-            lengths=self._row_lengths(),
-            widest=int(self.capacity.max(initial=0)),
-            value=None if value is None else self.planes[value],
-        )
+        if self._slots_of is None or self._slots_of[0] != value:
+            slots = Slots(
+                keys=self.keys,
+                values=self.values,
+                positions=self.positions,
+                offsets=self._row_offsets(),
+                lengths=self._row_lengths(),
+                widest=int(self.capacity.max(initial=0)),
+                value=None if value is None else self.planes[value],
+            )
+            self._slots_of = (value, slots)
+        return self._slots_of[1]
 
     def scanned(self, lengths: Counts) -> None:
         """A kernel has changed the rows, and their lengths on the device too; these are the same on the host."""
@@ -169,6 +178,7 @@ class SlotStore:
 
     def without(self, names: Iterable[str]) -> None:
         """Forget this state."""
+        self._slots_of = None
         for name in names:
             del self.planes[name]
 
@@ -248,6 +258,8 @@ class SlotStore:
         A row that lacks some grows by more than it needs, never beyond `limit` slots; one token it can always take.
         """
         wanted = self.lengths + tokens
+        if not (wanted > self.capacity).any():
+            return
         if limit is not None:
             limit = np.maximum(limit, self.lengths + 1)
             wanted = np.minimum(wanted, limit)
@@ -335,7 +347,7 @@ class SlotStore:
         """New lengths; `change` is what they change by, where it is cheaper to apply that on the device."""
         self._lengths = lengths
         if change is None:
-            self._device_lengths = None
+            self._device_lengths = self._slots_of = None
         elif self._device_lengths is not None:
             self._device_lengths += change if isinstance(change, int) else change.to(self._device_lengths.device)
 

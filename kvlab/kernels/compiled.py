@@ -1,9 +1,9 @@
 """What numba compiles: attention of one row, one decision, the scan over steps, the softmax of a prefill's chunk.
 
-Each thread has rows of its own, and what a row needs stays in its core's cache. Numbers are read as they are stored (bfloat16
-in uint16, float16 in int16); everything is computed in float32. All of it is in this one file, since numba looks at one file's
-date when it decides whether to compile again. Loops run over slices that start at 0: from an unknown start numba would check
-each index, and nothing would be vectorised.
+Threads that call these have rows of their own, and what a row needs stays in a core's cache. Numbers are read as they are
+stored (bfloat16 in uint16, float16 in int16); everything is computed in float32. All is in this file, since numba looks at one
+file's date when it decides whether to compile again. Loops run over slices that start at 0: from an unknown start numba would
+check each index, and nothing would be vectorised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic, overload
 
 # Sums may be reordered and fused; infinities and NaN mean what they mean.
@@ -22,7 +22,7 @@ NOTHING, SUM, LAST = range(3)
 AGE, VALUE, RANKED = range(3)
 MEAN, ADD, MAX, FIRST = range(4)
 DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
-COLUMNS = 512  # slots whose mass one thread adds up at a time
+COLUMNS = 512  # slots whose mass is added up at a time, so that it stays in the innermost cache
 
 # ------------------------------------------------------------------------------------------------------ numbers
 
@@ -161,7 +161,7 @@ def _exponentials(logits: Any, scale: Any, softcap: Any, sink: Any) -> Any:
         total += e
     if sink > -INFINITY:
         total += _exp(sink - top)
-    return np.float32(1) / total
+    return np.float32(1) / total if total > 0 else np.float32(0)
 
 
 @njit(fastmath=FAST)
@@ -272,41 +272,55 @@ def _drop(planes: Any, start: int, slot: int, last: int) -> None:
 @njit
 def _drop_to(
     room: Any, planes: Any, offsets: Any, lengths: Any, first: int, rows: int, now: int, window: int, limits: Any, order: int,
-    last_value: Any, by: Any,
+    shared: Any, by: Any,
 ) -> None:  # fmt: skip
-    """Let tokens of a unit's rows leave until each holds `room` at most; all rows drop what the first one drops."""
+    """Let tokens of a unit's rows leave until each holds `room` at most; all rows drop the same slots.
+
+    shared: the rows' common values; of size 0 where the only row's own are to be read
+    """
     positions, value, special = planes[2], planes[3], planes[4]
     limit, recent, num_sink = limits
     start = offsets[first]
     while lengths[first] > room:
         count = lengths[first]
         places = positions[start : start + count]
-        held = value[start : start + count] if last_value.size == 0 and value.size > 0 else last_value
+        held = value[start : start + count] if shared.size == 0 and value.size > 0 else shared
         _sort_values(held, places, order, limit[first], by)
         slot = _victim(by, places, special[start : start + count], now, window, recent[first], num_sink)
-        if last_value.size > 0:
-            last_value[slot] = last_value[count - 1]
+        if shared.size > 0:
+            shared[slot] = shared[count - 1]
         for row in range(first, first + rows):
             _drop(planes, offsets[row], slot, count - 1)
             lengths[row] = count - 1
 
 
+@njit
+def _mean_value(value: Any, offsets: Any, first: int, rows: int, count: int, out: Any) -> None:
+    """out[i] = mean over rows of their slot i's value."""
+    out[:count] = np.float32(0)
+    for row in range(first, first + rows):
+        held = value[offsets[row] : offsets[row] + count]
+        for i in range(count):
+            out[i] += held[i] / np.float32(rows)
+
+
 # -------------------------------------------------------------------------------------------------------- the scan
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(nogil=True, fastmath=FAST, cache=True)
 def scan(
+    first_unit: int, end_unit: int,
     queries: Any, new_keys: Any, new_values: Any, new_positions: Any, new_value: Any, new_special: Any, new_source: Any,
     planes: Any, offsets: Any, lengths: Any, limit: Any, target: Any, recent: Any, sinks: Any, numbers: Any, widest: int,
     num_sink: int, before: bool, rule: Any, coupled: bool, out: Any,
 ) -> None:  # fmt: skip
-    """queries (rows, group, tokens, dim); new_... (rows, tokens, ...); out (rows, group, tokens, value_dim)."""
+    """Units first_unit to end_unit - 1. queries, out (rows, group, tokens, dim); new_... (rows, tokens, ...)."""
     rows, group, tokens, dim = queries.shape
     sequences = new_positions.shape[0]
     heads = rows // sequences
     unit = heads if coupled else 1
     observe, order, merge = rule
-    for u in prange(rows // unit):
+    for u in range(first_unit, end_unit):
         keys, values, positions, value, special, source = planes
         window = numbers[2]
         limits = (limit, recent, num_sink)
@@ -314,7 +328,8 @@ def scan(
         mixed = np.empty((group, out.shape[3]), np.float32)
         weights = np.empty((group, widest), np.float32)
         by = np.empty(widest, np.float32)
-        last_value = np.zeros(widest if observe == LAST else 0, np.float32)
+        mean_of_plane = unit > 1 and value.size > 0 and observe != LAST
+        shared = np.zeros(widest if observe == LAST or mean_of_plane else 0, np.float32)
         first = u * unit
         for t in range(tokens):
             now = new_positions[first // heads, t]
@@ -323,10 +338,12 @@ def scan(
                     out[row, :, t] = np.float32(0)
                 continue
             if before and lengths[first] >= limit[first]:
+                if mean_of_plane:
+                    _mean_value(value, offsets, first, unit, lengths[first], shared)
                 room = min(target[first], limit[first] - 1)
-                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, last_value, by)
+                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, shared, by)
             if observe == LAST:
-                last_value[: lengths[first] + 1] = np.float32(0)
+                shared[: lengths[first] + 1] = np.float32(0)
             for row in range(first, first + unit):
                 start = offsets[row]
                 place = start + lengths[row]
@@ -336,9 +353,9 @@ def scan(
                 if value.size > 0:
                     value[place] = new_value[row, t] if new_value.size > 0 else np.float32(0)
                 if special.size > 0:
-                    special[place] = new_special[row // heads, t]
+                    special[place] = new_special[row // heads, t] if new_special.size > 0 else False
                 if source.size > 0:
-                    source[place] = new_source[row, t]
+                    source[place] = new_source[row, t] if new_source.size > 0 else -1
                 lengths[row] += 1
                 for g in range(group):
                     for j in range(dim):
@@ -348,24 +365,30 @@ def scan(
                 if observe == SUM:
                     _merge(weights, lengths[row], merge, np.float32(1), value[start:])
                 elif observe == LAST:
-                    _merge(weights, lengths[row], merge, np.float32(1) / np.float32(unit), last_value)
+                    _merge(weights, lengths[row], merge, np.float32(1) / np.float32(unit), shared)
             if not before and lengths[first] > limit[first]:
+                if mean_of_plane:
+                    _mean_value(value, offsets, first, unit, lengths[first], shared)
                 room = min(target[first], limit[first])
-                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, last_value, by)
+                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, shared, by)
 
 
 # --------------------------------------------------------------------------------------------- attention over slots
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(nogil=True, fastmath=FAST, cache=True)
 def decode(
+    first_row: int, end_row: int,
     queries: Any, keys: Any, values: Any, positions: Any, offsets: Any, lengths: Any, query_positions: Any, sinks: Any,
     numbers: Any, widest: int, out: Any, weights: Any,
 ) -> None:  # fmt: skip
-    """queries, out (rows, group, queries, dim); weights (rows, group, queries, widest), or of size 0 if nobody asks."""
+    """Rows first_row to end_row - 1. queries, out (rows, group, queries, dim).
+
+    weights (rows, group, queries, widest), or of size 0 if nobody asks.
+    """
     rows, group, count, dim = queries.shape
     heads = rows // query_positions.shape[0]
-    for row in prange(rows):
+    for row in range(first_row, end_row):
         query = np.empty((group, dim), np.float32)
         mixed = np.empty((group, out.shape[3]), np.float32)
         found = np.empty((group, widest), np.float32)
@@ -415,7 +438,7 @@ def _add_columns(weights: Any, factors: Any, count: int, how: int, mass: Any) ->
             mass[j] += row[j] * factor
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(nogil=True, fastmath=FAST, cache=True)
 def softmax_columns(
     logits: Any, positions: Any, query_positions: Any, before: int, numbers: Any, sinks: Any, merge: int, mass: Any,
     factors: Any,
@@ -428,7 +451,7 @@ def softmax_columns(
     rows, slots = logits.shape
     count = query_positions.shape[0]
     scale, softcap, window = numbers
-    for r in prange(rows):
+    for r in range(rows):
         now, start, end = query_positions[r % count], 0, slots
         if before >= 0:
             end = before + r % count + 1
@@ -444,6 +467,6 @@ def softmax_columns(
             factors[r] = _exponentials(logits[r, start:end], scale, softcap, sinks[r // count])
     if merge < 0:
         return
-    for block in prange((slots + COLUMNS - 1) // COLUMNS):
+    for block in range((slots + COLUMNS - 1) // COLUMNS):
         part = slice(block * COLUMNS, min(slots, (block + 1) * COLUMNS))
         _add_columns(logits[:, part], factors, count, merge, mass[part])

@@ -6,8 +6,8 @@ kernels know no policy: what becomes of the attention that a token receives (`ob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class ScanRule:
 class Slots:
     """Storage of all rows, end to end. A row's tokens fill its first slots; beyond them positions are -1.
 
-    keys, values (total, dim); positions (total,) int32; value (total,) float32 or float64, None if the rule has no plane;
+    keys, values (total, dim); positions (total,) int32; value (total,) float32, None if the rule has no plane;
     special (total,) bool, None if no token is special; source (total,) int32, None if nobody asks where tokens came from
     offsets  (rows,) int64: first slot of each row; lengths (rows,) int64: its tokens
     widest   slots of the largest row, on the host
@@ -62,6 +62,8 @@ class Slots:
     value: Tensor | None = None
     special: Tensor | None = None
     source: Tensor | None = None
+    kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """What a back end has made of these tensors, for the next call."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +99,5 @@ class Limits:
     recent: PerHead
     num_sink: int = 0
     before: bool = False
+    kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+    """What a back end has made of these tensors, for the next call."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.kernels import compiled
+from kvlab.kernels import compiled, workers
 from kvlab.kernels.contract import GROUPS, OBSERVE, ORDER, Arrivals, Limits, ScanRule, Slots
 from kvlab.kernels.reference import AttentionRule
 from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
+
+LEAST_CHUNK = 16
+"""Queries at a time, at least: matrix products of fewer are slow."""
 
 
 def evict_scan(
@@ -31,36 +33,33 @@ def evict_scan(
     Returns attention outputs in float32; those of pads are 0. Every row has room for what it will hold.
     """
     new = arrivals
-    batch, heads, group, tokens, _ = queries.shape
-    out = torch.empty(batch * heads, group, tokens, new.values.shape[-1])
-    stored = slots.keys.dtype
-    planes = (
-        _numbers(slots.keys), _numbers(slots.values), slots.positions.numpy(), _plane(slots.value, np.float32),
-        _plane(slots.special, np.bool_), _plane(slots.source, np.int32),
-    )  # fmt: skip
-    _threads()
-    compiled.scan(
-        _numbers(queries.flatten(0, 1)),
-        _numbers(new.keys.to(stored).flatten(0, 1)),
-        _numbers(new.values.to(slots.values.dtype).flatten(0, 1)),
-        new.positions.to(torch.int32).contiguous().numpy(),
+    batch, heads, group, tokens, head_dim = queries.shape
+    rows, value_dim = batch * heads, new.values.shape[-1]
+    out = torch.empty(rows, group, tokens, value_dim)
+    planes, offsets, lengths = _slot_arrays(slots)
+    arguments = (
+        _numbers(queries).reshape(rows, group, tokens, head_dim),
+        _numbers(new.keys, slots.keys.dtype).reshape(rows, tokens, head_dim),
+        _numbers(new.values, slots.values.dtype).reshape(rows, tokens, value_dim),
+        np.ascontiguousarray(new.positions.numpy()),
         _plane(None if new.value is None else new.value.expand(batch, heads, tokens).flatten(0, 1), np.float32, 2),
         _plane(new.special, np.bool_, 2),
         _plane(None if new.source is None else new.source.flatten(0, 1), np.int32, 2),
         planes,
-        slots.offsets.numpy(),
-        slots.lengths.numpy(),
-        *(part.contiguous().view(-1).numpy() for part in (limits.limit, limits.target, limits.recent)),
+        offsets,
+        lengths,
+        *_limit_arrays(limits),
         _sinks(attention, heads, group),
         _attention_numbers(attention),
         slots.widest,
         limits.num_sink,
         limits.before,
-        (OBSERVE.index(rule.observe), ORDER.index(rule.order), GROUPS.index(rule.group)),
+        _rule_numbers(rule),
         rule.coupled,
         out.numpy(),
     )
-    return out.unflatten(0, (batch, heads))
+    _over_rows(compiled.scan, batch if rule.coupled else rows, arguments)
+    return out.view(batch, heads, group, tokens, value_dim)
 
 
 def decode_attend(
@@ -74,14 +73,12 @@ def decode_attend(
     batch, heads, group, count, _ = queries.shape
     out = torch.empty(batch * heads, group, count, slots.values.shape[-1])
     weights = torch.zeros(batch * heads, group, count, slots.widest if want_weights else 0)
-    _threads()
-    compiled.decode(
+    planes, offsets, lengths = _slot_arrays(slots)
+    arguments = (
         _numbers(queries.flatten(0, 1)),
-        _numbers(slots.keys),
-        _numbers(slots.values),
-        slots.positions.numpy(),
-        slots.offsets.numpy(),
-        slots.lengths.numpy(),
+        *planes[:3],
+        offsets,
+        lengths,
         query_positions.contiguous().numpy(),
         _sinks(attention, heads, group),
         _attention_numbers(attention),
@@ -89,6 +86,7 @@ def decode_attend(
         out.numpy(),
         weights.numpy(),
     )
+    _over_rows(compiled.decode, batch * heads, arguments)
     return out.unflatten(0, (batch, heads)), weights.unflatten(0, (batch, heads)) if want_weights else None
 
 
@@ -103,27 +101,26 @@ def prefill_stats(
     group: str | None,
     causal: bool = False,
 ) -> tuple[Outputs, Scores]:
-    """As `reference.attend_with_mass`: outputs, and the attention that each slot received (0 if `group` is None). Both in float32.
+    """As `reference.attend_with_mass`: outputs, and the attention that each slot received (0 without `group`), in float32.
 
-    One KV head after the other and a chunk of queries at a time, so that what is between two matrix products stays in cache.
+    A chunk of one KV head's queries at a time, so that what is between two matrix products stays in a core's cache; each
+    thread has chunks of its own.
     """
     batch, heads, size, count, _ = queries.shape
     slots = keys.shape[2]
-    mass = torch.zeros(batch, heads, slots)
     out = torch.empty(batch, heads, size, count, values.shape[-1])
-    chunk = _chunk(size, slots)
-    scratch, factors = torch.empty(size * chunk * slots), torch.empty(size * chunk)
-    sinks, numbers, merge = (
-        _sinks(attention, heads, size),
-        _attention_numbers(attention),
-        -1 if group is None else GROUPS.index(group),
-    )
-    _threads()
-    for b in range(batch):
-        where = query_positions[b].contiguous()
-        for h in range(heads):
-            key, value, slot_positions = keys[b, h].float(), values[b, h].float(), positions[b, h].contiguous().numpy()
-            for start in range(0, count, chunk):
+    parts = min(workers.threads(), -(-count // LEAST_CHUNK))
+    chunk = _chunk(size, slots, parts)
+    mass = torch.zeros(parts, batch, heads, slots)
+    sinks, numbers = _sinks(attention, heads, size), _attention_numbers(attention)
+    merge = -1 if group is None else GROUPS.index(group)
+
+    def work(part: int) -> None:
+        scratch, factors = torch.empty(size * chunk * slots), torch.empty(size * chunk)
+        for b, h in np.ndindex(batch, heads):
+            where, slot_positions = query_positions[b].contiguous(), positions[b, h].contiguous().numpy()
+            key, value = keys[b, h].float(), values[b, h].float()
+            for start in range(part * chunk, count, parts * chunk):
                 end = min(count, start + chunk)
                 seen = end if causal else _reach(slot_positions, where[start:end])
                 rows = size * (end - start)
@@ -131,17 +128,25 @@ def prefill_stats(
                 torch.mm(queries[b, h, :, start:end].float().reshape(rows, -1), key[:seen].t(), out=logits)
                 compiled.softmax_columns(
                     logits.numpy(), slot_positions[:seen], where[start:end].numpy(), start if causal else -1, numbers, sinks[h],
-                    merge, mass[b, h, :seen].numpy(), factors.numpy(),
+                    merge, mass[part, b, h, :seen].numpy(), factors.numpy(),
                 )  # fmt: skip
                 mixed = torch.mm(logits, value[:seen]).mul_(factors[:rows, None])
                 out[b, h, :, start:end] = mixed.unflatten(0, (size, -1))
-    return out, mass
+
+    workers.share(work, parts, here=False)
+    return out, mass[0] if parts == 1 else mass.sum(0)
 
 
-def _chunk(group: int, slots: int) -> int:
-    """Queries at a time: as many as keep their logits in the processor's caches, so that each is read from there."""
-    fitting = _cache_bytes() // (4 * group * max(1, slots))
-    return max(16, min(256, fitting // 16 * 16))
+def _over_rows(kernel: Callable[..., None], rows: int, arguments: tuple[Any, ...]) -> None:
+    """Run a kernel over rows (or coupled units of them), each thread over some of its own."""
+    parts = max(1, min(workers.threads(), rows))
+    workers.share(lambda part: kernel(part * rows // parts, (part + 1) * rows // parts, *arguments), parts)
+
+
+def _chunk(group: int, slots: int, threads: int) -> int:
+    """Queries at a time: as many as keep their logits in a core's part of the processor's caches."""
+    fitting = _cache_bytes() // (4 * group * max(1, slots) * threads)
+    return max(LEAST_CHUNK, min(128, fitting // LEAST_CHUNK * LEAST_CHUNK))
 
 
 def _reach(positions: np.ndarray, query_positions: Tensor) -> int:
@@ -160,12 +165,41 @@ def _cache_bytes() -> int:
     return max(2 * sizes.get(2, 0), sizes.get(3, 0) // 4, 2**22)
 
 
-def _numbers(tensor: Tensor) -> np.ndarray:
-    """The storage of a float tensor as an array: bfloat16 as uint16, float16 as int16."""
-    tensor = tensor.contiguous()
-    if tensor.dtype == torch.float32:
-        return tensor.numpy()
-    return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.int16).numpy()
+def _numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
+    """A float tensor as a contiguous array, in another type if given: bfloat16 as uint16, float16 as int16."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    if tensor.dtype != torch.float32:
+        tensor = tensor.contiguous().view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.int16)
+    return np.ascontiguousarray(tensor.numpy())
+
+
+def _slot_arrays(slots: Slots) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+    """Planes, offsets and lengths. Kernels write into them, so none may be another's copy."""
+    if "arrays" not in slots.kept:
+        value = slots.value
+        assert value is None or value.dtype == torch.float32, "values are written in place, so they can't be another's copy"
+        planes = (
+            _numbers(slots.keys), _numbers(slots.values), slots.positions.numpy(), _plane(value, np.float32),
+            _plane(slots.special, np.bool_), _plane(slots.source, np.int32),
+        )  # fmt: skip
+        slots.kept["arrays"] = planes, slots.offsets.numpy(), slots.lengths.numpy()
+    return slots.kept["arrays"]
+
+
+def _limit_arrays(limits: Limits) -> tuple[np.ndarray, ...]:
+    """limit, target, recent: (rows,) each."""
+    if "arrays" not in limits.kept:
+        parts = (limits.limit, limits.target, limits.recent)
+        limits.kept["arrays"] = tuple(part.contiguous().view(-1).numpy() for part in parts)
+    return limits.kept["arrays"]
+
+
+@functools.cache
+def _rule_numbers(rule: ScanRule) -> tuple[int, int, int]:
+    return OBSERVE.index(rule.observe), ORDER.index(rule.order), GROUPS.index(rule.group)
 
 
 @functools.cache
@@ -195,23 +229,3 @@ def _no_sinks(heads: int, group: int) -> np.ndarray:
 def _attention_numbers(rule: AttentionRule) -> tuple[np.float32, np.float32, int]:
     """Scaling, soft-cap (0: none), window (0: none)."""
     return np.float32(rule.scaling), np.float32(rule.softcap or 0), rule.window or 0
-
-
-def _threads() -> None:
-    """As many threads as torch has."""
-    _start_threads()
-    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if numba.get_num_threads() != wanted:
-        numba.set_num_threads(wanted)
-
-
-@functools.cache
-def _start_threads() -> None:
-    """Let numba's threads sleep between kernels: they would spin, and take cores from torch's. OpenMP asks when it loads."""
-    chosen = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = chosen or "passive"
-    try:
-        numba.set_num_threads(numba.get_num_threads())
-    finally:
-        if chosen is None:
-            del os.environ["OMP_WAIT_POLICY"]

@@ -1,10 +1,11 @@
 """Random eviction, the control that any method must beat."""
 
+import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from kvlab.policies.base import Policy, register
 from kvlab.shapes import Scores, Step
@@ -26,29 +27,37 @@ class Random(Policy):
 
     def score(self, step: Step) -> Scores:
         """Uniform in [0, 1), in steps of 2 ** -24 so that float32 holds it exactly."""
-        heads = torch.arange(step.positions.shape[1], device=step.positions.device)[None, :, None]
-        state = _mix(torch.tensor(self.seed & _MASK, device=step.positions.device))
-        if step.sample_ids is not None:
-            state = _combine(state, step.sample_ids[:, None, None])
-        for part in (torch.full_like(heads, step.layer_idx), heads, step.positions.long()):
-            state = _combine(state, part)
-        return (state >> 8).float() / 2**24
+        positions, samples, heads = step.positions.long(), step.sample_ids, step.positions.shape[1]
+        if positions.is_cuda:
+            start = _chain(self.seed, samples, step.layer_idx, torch.arange(heads, device=positions.device))
+            return (_combine(start, positions) >> 8).float() / 2**24
+        names = None if samples is None else tuple(samples.tolist())
+        start = _start(self.seed, names, step.layer_idx, heads)
+        drawn = _combine(start, positions.numpy()) >> 8  # a few numbers only, which NumPy starts on faster than torch
+        return torch.from_numpy(drawn).float() / 2**24
 
 
-def _combine(state: Tensor, part: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=4096)
+def _start(seed: int, samples: tuple[int, ...] | None, layer: int, heads: int) -> np.ndarray:
+    """What draws of these sequences and of a layer's heads start from: (batch or 1, heads, 1)."""
+    return _chain(seed, None if samples is None else np.array(samples), layer, np.arange(heads))
+
+
+def _chain(seed: int, samples: Any, layer: int, heads: Any) -> Any:
+    state: Any = _mix(seed & _MASK)
+    if samples is not None:
+        state = _combine(state, samples[:, None, None])
+    return _combine(_combine(state, layer), heads[None, :, None])
+
+
+def _combine(state: Any, part: Any) -> Any:
     return _mix(state ^ _mix((part + 0x9E3779B9) & _MASK))
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Bijective mixing of 32-bit numbers held in int64 (multipliers: C. Wellons' hash-prospector search)."""
+def _mix(x: Any) -> Any:
+    """Bijective mixing of 32-bit numbers held in 64 bits (multipliers: C. Wellons' hash-prospector search)."""
     x = x ^ (x >> 16)
-    x = _multiply(x, 0x7FEB352D)
+    x = (x * 0x7FEB352D) & _MASK  # beyond 64 bits a product wraps around, and its low 32 bits are right
     x = x ^ (x >> 15)
-    x = _multiply(x, 0x846CA68B)
+    x = (x * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
-
-
-def _multiply(x: Tensor, factor: int) -> Tensor:
-    """x * factor modulo 2 ** 32 without int64 overflow."""
-    low, high = x & 0xFFFF, x >> 16
-    return (low * factor + (((high * factor) & 0xFFFF) << 16)) & _MASK

@@ -39,9 +39,10 @@ def policy_for(family, name, **settings):
 
 
 @contextmanager
-def attached(model, family, name, budget, **settings):
+def attached(model, family, name, budget, kernels="auto", **settings):
     """`attach` for a policy by name. A tokenizer is always given, since a policy may want one."""
-    with attach(model, policy=policy_for(family, name, **settings), budget=budget, tokenizer=tiny_tokenizer()) as session:
+    policy = policy_for(family, name, **settings)
+    with attach(model, policy=policy, budget=budget, tokenizer=tiny_tokenizer(), kernels=kernels) as session:
         yield session
 
 

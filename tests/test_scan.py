@@ -1,0 +1,226 @@
+"""All steps of a known text at once against one forward pass for each token: same tokens kept, same log-probabilities.
+
+Every policy on tiny models of all families (GQA, windows, soft-cap, sinks), padded batches and later turns, at random cuts.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from conftest import shared_model
+from contracts.helpers import Feed, attached, padded, positions_of, rows_of, talk
+from kvlab import Budget, attach, load_model, make_policy
+from kvlab.embedded import is_fetched
+from kvlab.evals.texts import embedded_text
+from kvlab.kernels.dispatch import choose
+from kvlab.policies import policy_class, register
+from kvlab.policies.base import rule_of
+from kvlab.policies.h2o import H2O
+from kvlab.policies.streaming_llm import StreamingLLM
+from kvlab.protocol import Chunked, PromptProtocol, Reader, Stream
+from kvlab.reading import Prompt
+
+EVERY_STEP = ("full", "h2o", "knorm", "random", "streaming_llm", "tova")
+SMALL = {name: {"obs_window": 4, "kernel": 3} for name in ("snapkv", "pyramidkv", "adakv")}
+
+
+def settings_of(name):
+    return SMALL.get(name, {})
+
+
+def cuts(total, seed):
+    """A text of `total` tokens cut at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    places = sorted(set(torch.randint(1, total, (4,), generator=generator).tolist()))
+    return list(itertools.pairwise([0, *places, total]))
+
+
+def conversation(session, seed, together, stream):
+    """Padded prompts, a text token by token, another turn, another text. Log-probabilities of all texts, and the cache."""
+    rows = rows_of(31, 18, 25, seed=seed)
+    ids, mask = padded(rows, "left")
+    texts = talk(3, 40, 6, 30, seed=seed + 1)
+    cache = session.new_cache(known_len=[90, 80, 85], sample_ids=["a", "b", "c"])
+    feed, found = Feed(session.model, cache, 3), []
+    if stream:
+        found += stepwise(feed, ids, seed, together, mask)
+    else:
+        feed(ids, mask)
+    for number, text in enumerate(texts):
+        if number == 1:
+            with cache.turn():
+                feed(text)
+        else:
+            found += stepwise(feed, text, seed + number, together)
+    real = torch.cat([mask.bool()] * stream + [torch.ones_like(texts[n]).bool() for n in (0, 2)], 1)
+    return torch.cat(found, 1).log_softmax(-1)[real], cache
+
+
+def stepwise(feed, ids, seed, together, mask=None):
+    """Logits of tokens that count as decoded: in a few calls, or in one for each."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    parts = cuts(ids.shape[1], seed) if together else [(t, t + 1) for t in range(ids.shape[1])]
+    with feed.cache.stepwise():
+        return [feed(ids[:, start:end], mask[:, start:end]) for start, end in parts]
+
+
+def compare(model, family, name, budget, seed, stream=False, **settings):
+    found = {}
+    for kernels, together in (("auto", True), ("auto", False), ("reference", False)):
+        options = {**settings_of(name), **settings}
+        with attached(model, family, name, budget, kernels=kernels, **options) as session:
+            logprobs, cache = conversation(session, seed, together, stream)
+            found[kernels, together] = logprobs, [positions_of(cache, row) for row in range(3)], cache.memory().kv_bytes
+    scan, *others = found.values()
+    for logprobs, kept, _ in others:
+        assert kept == scan[1]
+        assert (logprobs - scan[0]).abs().max() < 1e-4
+    assert others[0][2] == others[1][2]  # bytes held; a scan may leave rows without a limit more or less room to grow
+    return scan
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("budget", [Budget(tokens=12), Budget(ratio=0.3)], ids=["tokens", "ratio"])
+def test_scan_equals_steps(policy_name, family, model, budget, seed):
+    _, kept, _ = compare(model, family, policy_name, budget, seed)
+    held = {len(head) for row in kept for layer in row for head in layer}
+    assert policy_name == "full" or max(held) < 95  # something was evicted
+
+
+@pytest.mark.parametrize("name", EVERY_STEP)
+def test_scan_equals_steps_from_the_first_token_on(name, family, model):
+    compare(model, family, name, Budget(ratio=0.2), seed=7, stream=True)
+
+
+VARIANTS = {
+    "first": ("h2o", {"group": "first"}),
+    "max": ("h2o", {"group": "max"}),
+    "sum": ("h2o", {"group": "sum"}),
+    "only heavy": ("h2o", {"heavy_share": 1.0}),
+    "only recent": ("h2o", {"heavy_share": 0.0}),
+    "sinks and recent": ("tova", {"num_sink": 2, "recent_window": 3}),
+    "special": ("h2o", {"keep_special": True}),
+    "special snapkv": ("snapkv", {"keep_special": True}),
+    "grow": ("snapkv", {"after_prompt": "grow"}),
+    "rolling": ("streaming_llm", {"rolling": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_scan_equals_steps_with_other_settings(variant, kind):
+    name, settings = VARIANTS[variant]
+    compare(shared_model(kind), kind, name, Budget(tokens=14), seed=3, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "knorm"])
+def test_scan_equals_steps_in_half_precision(name, dtype):
+    """Logits are rounded to the type, so they and what is kept may differ by that."""
+    model, found = shared_model("llama", dtype), []
+    for together in (True, False):
+        with attached(model, "llama", name, Budget(tokens=12)) as session:
+            logprobs, cache = conversation(session, 1, together, stream=False)
+            found.append((logprobs.float(), cache.kept_len))
+    assert torch.equal(found[0][1], found[1][1])
+    assert (found[0][0] - found[1][0]).abs().median() < (0.05 if dtype == torch.bfloat16 else 0.01)
+
+
+PROTOCOLS = {"prompt": PromptProtocol, "stream": Stream, "chunked": lambda **options: Chunked(chunk=20, **options)}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_protocols_give_the_same_both_ways(protocol, policy_name, family, model):
+    if protocol == "stream" and policy_class(policy_name).when == "prompt_end":
+        pytest.skip("refused")
+    rows, gold = rows_of(40, 27), [tuple(row[0].tolist()) for row in rows_of(30, 19, seed=50)]
+    prompts = [Prompt(tuple(row[0].tolist()), question=3, text_len=70) for row in rows]
+    found = {}
+    for exact in ("scan", "step"):
+        with attached(model, family, policy_name, Budget(ratio=0.4), **settings_of(policy_name)) as session:
+            reading = Reader(session, PROTOCOLS[protocol](exact=exact)).read(prompts)
+            calls = []
+            handle = model.register_forward_pre_hook(lambda module, args, calls=calls: calls.append(args[0].shape[1]))
+            scored = reading.score(gold)
+            handle.remove()
+            found[exact] = [one.logprobs for one in scored], reading.feed.cache.kept_positions()
+            assert set(calls) == ({30} if exact == "scan" else {1})
+    assert found["scan"][1] == found["step"][1]
+    for one, other in zip(found["scan"][0], found["step"][0], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("name", EVERY_STEP)
+def test_scan_equals_steps_on_real_text(name):
+    if not is_fetched():
+        pytest.skip("the embedded model isn't fetched (make setup)")
+    model, tokenizer = load_model("smollm2-135m")
+    ids = tuple(tokenizer(embedded_text().text[:3000]).input_ids[:80])
+    found = {}
+    for exact in ("scan", "step"):
+        with attach(model, make_policy(name), Budget(ratio=0.2)) as session:
+            reading = Reader(session, Stream(exact=exact)).read([Prompt(ids[:1], text_len=len(ids))])
+            found[exact] = reading.score([ids[1:]])[0].logprobs, reading.feed.cache.kept_positions()
+    differences = [one - other for one, other in zip(found["scan"][0], found["step"][0], strict=True)]
+    assert found["scan"][1] == found["step"][1]
+    assert max(map(abs, differences)) < 1e-3
+    assert abs(sum(differences) / len(differences)) < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- which back end runs what
+
+
+def test_back_ends_by_device_and_type():
+    assert choose("auto", "cpu", torch.float32).name == "cpu"
+    assert choose("auto", "cpu", torch.float64).name == "reference"
+    assert choose("reference", "cpu", torch.float32).evict_scan is None
+    for wrong in (("cpu", "cpu", torch.float64), ("gpu", "cpu", torch.float32), ("fast", "cpu", torch.float32)):
+        with pytest.raises(ValueError, match="use"):
+            choose(*wrong)
+
+
+def test_every_policy_of_kvlab_has_a_rule_but_not_while_rolling(policy_name):
+    cls = policy_class(policy_name)
+    if cls.__module__.startswith("kvlab."):
+        assert rule_of(cls()) is not None
+    assert rule_of(cls(rolling=True)) is None
+
+
+def test_a_score_of_ones_own_makes_an_inherited_rule_void():
+    @dataclass(frozen=True)
+    class Flipped(H2O):
+        def score(self, step):
+            return -step.mass
+
+    @dataclass(frozen=True)
+    class Deeper(StreamingLLM):
+        num_sink: int = 2
+
+    assert rule_of(Flipped()) is None
+    assert rule_of(Deeper()) is not None
+
+
+def test_a_policy_without_a_rule_runs_step_by_step():
+    """Its scores are asked for at each step, and it keeps what the same policy with a rule keeps."""
+
+    @register("test_own_h2o")
+    @dataclass(frozen=True)
+    class Own(H2O):
+        def score(self, step):
+            return 2 * step.mass
+
+    try:
+        model = shared_model("llama")
+        found = []
+        for policy in (make_policy("h2o"), make_policy("test_own_h2o")):
+            with attach(model, policy, Budget(tokens=12)) as session:
+                found.append(conversation(session, 2, True, stream=False))
+        assert positions_of(found[0][1], 0) == positions_of(found[1][1], 0)
+        assert (found[0][0] - found[1][0]).abs().max() < 1e-4
+    finally:
+        from kvlab.policies.base import POLICIES
+
+        POLICIES.classes.pop("test_own_h2o")
