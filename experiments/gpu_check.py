@@ -144,7 +144,7 @@ def on_processor(thing: Any) -> Any:
     """Copies of all tensors that a dataclass holds."""
     if isinstance(thing, Tensor):
         return thing.cpu().clone()
-    parts = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    parts = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
     return dataclasses.replace(thing, **{name: on_processor(part) for name, part in parts.items() if isinstance(part, Tensor)})
 
 

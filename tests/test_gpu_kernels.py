@@ -43,7 +43,7 @@ def on_device(thing):
     """A copy on the device of all tensors that a dataclass holds; of a tensor itself."""
     if isinstance(thing, torch.Tensor):
         return thing.clone().to(DEVICE)
-    parts = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    parts = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
     return dataclasses.replace(
         thing, **{name: on_device(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
     )

@@ -66,7 +66,7 @@ def on(device, thing):
     if isinstance(thing, torch.Tensor):
         return thing.clone().to(device)
     if dataclasses.is_dataclass(thing):
-        names = [field.name for field in dataclasses.fields(thing)]
+        names = [field.name for field in dataclasses.fields(thing) if field.init]
         return dataclasses.replace(thing, **{name: on(device, getattr(thing, name)) for name in names})
     return thing
 
@@ -277,7 +277,7 @@ def assert_identical(first, second):
     if isinstance(first, torch.Tensor):
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     elif dataclasses.is_dataclass(first):
-        for field in dataclasses.fields(first):
+        for field in (field for field in dataclasses.fields(first) if field.init):
             assert_identical(getattr(first, field.name), getattr(second, field.name))
     else:
         assert first == second
