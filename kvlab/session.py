@@ -88,8 +88,8 @@ def attach(
         raise ValueError("codec and share are not available yet; leave them out")
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
-    choose(kernels, model.device.type, model.dtype)
     layers = check_model(model)
+    choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
     if policy.rolling:  # keys without rotation are held in float32 at least
         layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)

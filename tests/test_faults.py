@@ -74,8 +74,8 @@ FAULTS = {
     # heads
     "a group sums over the wrong heads": (
         "cache/layer.py",
-        "queries = query.unflatten(1, (key.shape[1], -1))",
-        "queries = query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)",
+        "queries = query.reshape(batch, key.shape[1], -1, tokens, dim)",
+        "queries = query.reshape(batch, -1, key.shape[1], tokens, dim).transpose(1, 2)",
         ["tests/test_parity.py", "tests/contracts/test_identity.py"],
     ),
     "a group is summed where it should be averaged": (
@@ -106,9 +106,9 @@ FAULTS = {
     # memory
     "evicted memory is kept alive": (
         "cache/store.py",
-        "        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))",
+        "        SlotStore.__init__(self, planes, capacity, lengths)",
         "        self.graveyard = [*getattr(self, 'graveyard', []), source, planes, plane]\n"
-        "        self._take(planes, capacity, lengths, self.next_slot, np.zeros_like(self.holed))",
+        "        SlotStore.__init__(self, planes, capacity, lengths)",
         ["tests/contracts/test_budget.py"],
     ),
     "bytes are computed and not measured": (
@@ -150,8 +150,8 @@ FAULTS = {
     ),
     "random draws depend on the place in the batch": (
         "policies/random.py",
-        "if step.sample_ids is not None:",
-        "state = _combine(state, torch.arange(len(step.positions))[:, None, None])\n        if step.sample_ids is not None:",
+        "drawn = _combine(start, positions.numpy()) >> 8",
+        "drawn = _combine(start, positions.numpy() + np.arange(len(positions))[:, None, None]) >> 8",
         ["tests/contracts/test_determinism.py"],
     ),
     "votes are forgotten after the prompt": (
@@ -159,6 +159,79 @@ FAULTS = {
         "return _between_turns(step), tiers",
         "return step.positions.float(), tiers",
         ["tests/test_parity.py"],
+    ),
+    # kernels
+    "compiled attention sees one token beyond its window": (
+        "kernels/compiled.py",
+        "if position > now or (window > 0 and position <= now - window):",
+        "if position > now or (window > 0 and position < now - window):",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a compiled prefill sees one token beyond its window": (
+        "kernels/compiled.py",
+        "(window <= 0 or positions[j] > now - window)",
+        "(window <= 0 or positions[j] >= now - window)",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a compiled causal prefill sees one token beyond its window": (
+        "kernels/compiled.py",
+        "start = max(0, end - window) if window > 0 else 0",
+        "start = max(0, end - window - 1) if window > 0 else 0",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a compiled step sums a group where it should average": (
+        "kernels/compiled.py",
+        "factor = share / np.float32(group) if how == MEAN else share",
+        "factor = share",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a compiled prefill sums a group where it should average": (
+        "kernels/compiled.py",
+        "share = np.float32(1) / np.float32(group) if how == MEAN else np.float32(1)",
+        "share = np.float32(1)",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "the compiled scan takes pads in": (
+        "kernels/compiled.py",
+        "if now < 0:  # a pad",
+        "if now < -1:  # a pad",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a compiled decision goes to the newer of equals": (
+        "kernels/compiled.py",
+        "(key == best_key and position < best_position)",
+        "(key == best_key and position > best_position)",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "the compiled scan forgets a moved token's value": (
+        "kernels/compiled.py",
+        "            value[gap] = value[end]",
+        "            pass",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "a full cache that grows has no room for the next token": (
+        "cache/layer.py",
+        " and (store.capacity >= self.room).all()",
+        "",
+        ["tests/test_scan.py"],
+    ),
+    "Triton kernels see one token beyond their window": (
+        "kernels/gpu.py",
+        "seen = seen & (positions > now - WINDOW)",
+        "seen = seen & (positions >= now - WINDOW)",
+        ["tests/test_gpu_kernels.py"],
+    ),
+    "Triton kernels sum a group where they should average": (
+        "kernels/gpu.py",
+        "            merged = merged / GROUP",
+        "            merged = merged",
+        ["tests/test_gpu_kernels.py"],
+    ),
+    "Triton kernels see empty slots": (
+        "kernels/gpu.py",
+        "seen = (positions >= 0) & (positions <= now)",
+        "seen = positions <= now",
+        ["tests/test_gpu_kernels.py"],
     ),
     # protocols and runs
     "the question is compressed with its context": (

@@ -158,7 +158,7 @@ def test_scan_equals_steps_on_real_text(name):
     if not is_fetched():
         pytest.skip("the embedded model isn't fetched (make setup)")
     model, tokenizer = load_model("smollm2-135m")
-    ids = tuple(tokenizer(embedded_text().text[:3000]).input_ids[:80])
+    ids = tuple(tokenizer(embedded_text().text[:3000]).input_ids[:120])
     found = {}
     for exact in ("scan", "step"):
         with attach(model, make_policy(name), Budget(ratio=0.2)) as session:

@@ -64,7 +64,7 @@ class KVLayer(CacheLayerMixin):
         self.target = self.room = NOTHING_SEEN  # tokens that a decision leaves, and slots that rows may have: one more
         # than the limit where a new token comes in before one leaves
         self.limits: Limits | None = None  # the same on the device
-        self.steady: np.ndarray | None = None  # lengths at which each new token makes one leave, so that they stay
+        self.steady: np.ndarray | None = None  # lengths that stay: each new token makes one leave, and has room
         self.back_end: Kernels | None = None
         self.rule = AttentionRule(scaling=1.0)
         self.rotation: Rotation | None = None  # of the current call, left here by the attention modules' pre-hook
@@ -210,7 +210,7 @@ class KVLayer(CacheLayerMixin):
         store.append(arrival.keys, arrival.values, call.positions, state, more_to_come=self.cache.turn_open)
         self.row_seen = call.seen
         view = store.view()
-        causal = alone and view.full
+        causal = alone and view.full and not call.padded
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
         places = (call.positions, view.positions, self.rule)
         group = self.policy.group if "mass" in self.policy.needs else None
@@ -297,7 +297,8 @@ class KVLayer(CacheLayerMixin):
         if not steady:
             lengths = lengths_after(store.lengths, call.arrived, limit, self.target, limits.before)
             store.scanned(lengths)
-            self.steady = lengths if self.target is limit and (lengths == limit).all() else None
+            full = self.target is limit and (lengths == limit).all() and (store.capacity >= self.room).all()
+            self.steady = lengths if full else None
         if moved:
             shape = arrival.keys.shape[:3]
             others = {name: part.expand(*shape, *part.shape[3:]).flatten(0, 2) for name, part in state.items()}

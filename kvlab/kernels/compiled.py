@@ -154,9 +154,9 @@ def _exponentials(logits: Any, scale: Any, softcap: Any, sink: Any) -> Any:
     top = max(_largest(logits) * scale, sink)
     total = np.float32(0)
     for i in range(logits.shape[0]):
-        x = logits[i]
-        e = _exp(x * scale - top)
-        e = e if x > -INFINITY else np.float32(0)
+        x = logits[i] * scale - top
+        e = _exp(x)
+        e = e if x > np.float32(-87) else np.float32(0)  # what vanishes must tie; float32 goes no further
         logits[i] = e
         total += e
     if sink > -INFINITY:
