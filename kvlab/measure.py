@@ -41,6 +41,15 @@ class PeakMemory:
         self.process = max((n for n in (self.process, process) if n is not None), default=None)
         self.device = max((n for n in (self.device, device) if n is not None), default=None)
 
+    @staticmethod
+    def held() -> int | None:
+        """Bytes that the process or its device holds right now."""
+        if torch.cuda.is_available():
+            return torch.cuda.memory_allocated()
+        with contextlib.suppress(OSError, IndexError):
+            return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+        return None
+
     def read(self) -> dict[str, int | None]:
         """Bytes; None where it can't be known. After an interruption, of the last attempt."""
         self.pause()

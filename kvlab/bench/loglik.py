@@ -42,6 +42,19 @@ def loglik(setup: Setup) -> list[Line]:
     same = f"log-probabilities at most {apart:.0e} apart, their means {abs(means['scan'] - means['step']):.0e}"
     loss = f"loss {means['scan']:.4f}, without eviction {means['plain']:.4f}"
     return [
-        Line(f"{what}: scan over token by token", slow["scan"], slow["step"], STEP_TARGET, True, note=same),
-        Line(f"{what}: scan over a plain forward pass", both["scan"], both["plain"], PLAIN_TARGET, note=loss),
+        Line(
+            f"{what}: scan over token by token",
+            slow["scan"],
+            slow["step"],
+            STEP_TARGET if setup.usual else None,
+            True,
+            note=same,
+        ),
+        Line(
+            f"{what}: scan over a plain forward pass",
+            both["scan"],
+            both["plain"],
+            PLAIN_TARGET if setup.usual else None,
+            note=loss,
+        ),
     ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvlab.bench.setup import Setup
-from kvlab.policies import policy_class, policy_names
+from kvlab.bench.setup import Setup, evicting
+from kvlab.bench.timing import mark
 
 TARGET = 1.02
 
@@ -38,21 +37,21 @@ def memory(setup: Setup) -> list[Held]:
     """Every policy that keeps to a budget, at the shortest length."""
     length = min(setup.lengths)
     ids, found = setup.ids(length), []
-    for name in policy_names():
-        if not policy_class(name).evicts:
-            continue
+    for name in evicting():
         with setup.session(name) as session, torch.inference_mode():
             cache = session.new_cache()
             setup.model(ids, cache=cache, logits_to_keep=1)
             cache.batch_repeat_interleave(setup.batch)
             for _ in range(4):
                 setup.model(torch.full((setup.batch, 1), 11, device=setup.device), cache=cache)
-            weighs, store = cache.memory(), cache.layers[0].store
-            token = (store.keys.shape[-1] + store.values.shape[-1]) * store.keys.itemsize
-            budget = max(1, math.floor(setup.ratio * length))
-            allowed = budget * token * store.lengths.size * len(cache.layers)
+            weighs = cache.memory()
+            allowed = sum(int(layer.limit.sum()) * _token_bytes(layer.store) for layer in cache.layers)
             found.append(Held(name, weighs.kv_bytes, allowed, weighs.state_bytes, weighs.kv_bytes_full))
     return found
+
+
+def _token_bytes(store: Any) -> int:
+    return store.keys.shape[-1] * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize
 
 
 def render_memory(title: str, rows: list[Held]) -> str:
@@ -61,7 +60,7 @@ def render_memory(title: str, rows: list[Held]) -> str:
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
         sizes = [f"{number / 2**20:.2f}" for number in (row.held, row.allowed, row.state, row.full)]
-        met = "yes" if row.ratio <= TARGET else "**no**"
+        met = mark(row.ratio <= TARGET)
         lines.append(
             f"| {row.policy} | {sizes[0]} | {sizes[1]} | {row.ratio:.4f} | ≤ {TARGET} | {met} | {sizes[2]} | {sizes[3]} |"
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +14,11 @@ import torch
 from kvlab.budget import Budget
 from kvlab.evals.texts import embedded_text
 from kvlab.models import load_model
-from kvlab.policies import make_policy
+from kvlab.policies import PolicyError, make_policy, policy_names
 from kvlab.session import Session, attach
+
+AT_LEAST, SPARE = 1024, 64
+"""Tokens that benches read whatever the lengths are, and that they decode."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,25 @@ class Setup:
     batch: int
     ratio: float
     repeats: int
-    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def usual(self) -> bool:
+        """Whether targets apply: they are for this model on a processor, this batch and this budget."""
+        found = (self.model.config.num_hidden_layers, self.model.config.hidden_size, self.batch, self.ratio)
+        return found == (30, 576, 8, 0.2) and self.device.type == "cpu" and self.model.dtype == torch.float32
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self.model.device
+
+    @cached_property
+    def stock(self) -> Any:
+        """The same weights in a model that no session touches."""
+        twin = type(self.model)(copy.deepcopy(self.model.config)).to(self.device, self.model.dtype)
+        twin.load_state_dict(self.model.state_dict(), assign=True)
+        twin.tie_weights()
+        return twin.eval()
 
     def ids(self, length: int) -> torch.Tensor:
         """(1, length) tokens of prose."""
@@ -55,4 +73,22 @@ def load(name: str, device: str | None, dtype: str | None, **options: Any) -> Se
     """Load a model for benches. Raises ValueError for one that can't be."""
     given = {key: value for key, value in (("device", device), ("dtype", dtype)) if value is not None}
     model, tokenizer = load_model(name, **given)
-    return Setup(model, tokenizer, **options)
+    setup = Setup(model, tokenizer, **options)
+    longest = max(max(setup.lengths), AT_LEAST)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and longest + SPARE > context:
+        raise ValueError(f"{name} reads {context} tokens at most, and benches need {longest + SPARE}: choose shorter --lengths")
+    setup.ids(longest)
+    return setup
+
+
+def evicting() -> list[str]:
+    """Names of policies that keep to a budget and need no settings."""
+    found = []
+    for name in policy_names():
+        try:
+            evicts = make_policy(name).evicts
+        except (PolicyError, TypeError):  # another's policy, with settings that must be given
+            continue
+        found += [name] if evicts else []
+    return found

@@ -26,7 +26,7 @@ class Line:
 
     seconds, against  medians of the work and of what it is compared with
     faster            whether the ratio says how many times faster the work is (else: how many times longer it takes)
-    target            what the ratio should be at least (`faster`) or at most
+    target            what the ratio should be at least (`faster`) or at most; None where there is none
     floor             seconds below which the work can't go: bytes that it must read / measured bandwidth
     note              what else is worth knowing
     """
@@ -34,7 +34,7 @@ class Line:
     what: str
     seconds: float
     against: float
-    target: float
+    target: float | None
     faster: bool = False
     floor: float | None = None
     note: str = ""
@@ -45,8 +45,10 @@ class Line:
         return self.against / self.seconds if self.faster else self.seconds / self.against
 
     @property
-    def met(self) -> bool:
+    def met(self) -> bool | None:
         """Whether the target is met."""
+        if self.target is None:
+            return None
         return self.ratio >= self.target if self.faster else self.ratio <= self.target
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,13 +76,17 @@ def bandwidth(device: torch.device) -> float:
     return big.numel() * big.element_size() / alternate({"read": lambda: big.sum()}, 5, device)["read"]
 
 
+def mark(met: bool | None) -> str:
+    """Whether a target is met, for a table."""
+    return "" if met is None else "yes" if met else "**no**"
+
+
 def render(title: str, lines: list[Line]) -> str:
     """A Markdown table."""
     rows = ["| what | ms | against, ms | ratio | target | met | floor, ms | |", "|---|---|---|---|---|---|---|---|"]
     for line in lines:
         sign, floor = "≥" if line.faster else "≤", "" if line.floor is None else f"{1000 * line.floor:.1f}"
-        rows.append(
-            f"| {line.what} | {1000 * line.seconds:.1f} | {1000 * line.against:.1f} | {line.ratio:.2f} × | "
-            f"{sign} {line.target:.2f} × | {'yes' if line.met else '**no**'} | {floor} | {line.note} |"
-        )
+        target = "" if line.target is None else f"{sign} {line.target:.2f} ×"
+        times = f"{1000 * line.seconds:.1f} | {1000 * line.against:.1f} | {line.ratio:.2f} ×"
+        rows.append(f"| {line.what} | {times} | {target} | {mark(line.met)} | {floor} | {line.note} |")
     return "\n".join([f"### {title}", "", *rows])
