@@ -132,15 +132,23 @@ class Cell:
             "device": device_of(self.model),
             "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places), **own_code(self.task)},
             "data": self.task.data_hash(),
-            "protocol": {"name": self.protocol.name, **chosen(self.protocol)},
+            "protocol": {"name": self.protocol.name, **chosen(self.protocol, leave_out=("exact",))},
             "seed": self.seed,
         }
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that changes the cell's numbers. Batch size, chunks and threads don't."""
+        """Everything that changes the cell's numbers. Batch size, chunks, threads and kernels don't, but for rounding."""
         policy = {"name": self.policy.name, **chosen(self.policy), **own_code(self.policy)}
-        return {**self.comparison, "policy": policy, "budget": self.budget_settings, "codec": [], "share": None}
+        protocol = {"name": self.protocol.name, **chosen(self.protocol)}
+        return {
+            **self.comparison,
+            "protocol": protocol,
+            "policy": policy,
+            "budget": self.budget_settings,
+            "codec": [],
+            "share": None,
+        }
 
     @property
     def run_id(self) -> str:

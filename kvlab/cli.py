@@ -60,7 +60,7 @@ BENCH_EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
-    if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels'
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     options, rest = _parser().parse_known_args(arguments)
     if rest and not options.takes_rest:
@@ -256,21 +256,20 @@ def _share(text: str) -> float:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from kvlab.hints import did_you_mean
-
-    known = ("decode", "prefill", "loglik", "memory")
-    for name in options.what:
-        if name not in known:
-            raise ValueError(f"bench {name}: there is no such bench{did_you_mean(name, known)}; there are {', '.join(known)}")
     import torch
 
-    from kvlab.bench import load, run_benches
+    from kvlab.bench import BENCHES, load, run_benches
+    from kvlab.hints import did_you_mean
 
+    for name in options.what:
+        if name not in BENCHES:
+            there = ", ".join(BENCHES)
+            raise ValueError(f"bench {name}: there is no such bench{did_you_mean(name, BENCHES)}; there are {there}")
     if options.threads:
         torch.set_num_threads(options.threads)
     names = ("lengths", "batch", "ratio", "repeats")
     setup = load(options.model, options.device, options.dtype, **{name: getattr(options, name) for name in names})
-    run_benches(options.what or known, setup, options.json, print)
+    run_benches(options.what or list(BENCHES), setup, options.json, print)
     return 0
 
 

@@ -14,7 +14,10 @@ from contracts.helpers import Feed, attached, padded, positions_of, rows_of, tal
 from kvlab import Budget, attach, load_model, make_policy
 from kvlab.embedded import is_fetched
 from kvlab.evals.texts import embedded_text
+from kvlab.kernels import cpu
+from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.dispatch import choose
+from kvlab.kernels.reference import AttentionRule
 from kvlab.policies import policy_class, register
 from kvlab.policies.base import rule_of
 from kvlab.policies.h2o import H2O
@@ -187,6 +190,105 @@ def test_every_policy_of_kvlab_has_a_rule_but_not_while_rolling(policy_name):
     if cls.__module__.startswith("kvlab."):
         assert rule_of(cls()) is not None
     assert rule_of(cls(rolling=True)) is None
+
+
+def test_a_class_that_decides_otherwise_has_no_inherited_rule():
+    @dataclass(frozen=True)
+    class AtTheEnd(H2O):
+        when = "prompt_end"
+
+    @dataclass(frozen=True)
+    class Once(StreamingLLM):
+        once = True
+
+        def score(self, step):
+            return -step.positions.float()
+
+    @dataclass(frozen=True)
+    class OnceForTheLayer(Once):
+        coupling = "layer"
+
+    class Mixin:
+        def score(self, step):
+            return -step.mass
+
+    @dataclass(frozen=True)
+    class Mixed(Mixin, H2O):
+        pass
+
+    assert rule_of(AtTheEnd()).order == "ranked"
+    assert rule_of(Once()) == ScanRule(order="value", plane="score")
+    assert rule_of(OnceForTheLayer()).coupled and not rule_of(Once()).coupled
+    assert rule_of(Mixed()) is None
+
+
+@pytest.mark.parametrize("wrong", [{"observe": "sum"}, {"order": "value"}, {"order": "ranked"}, {"group": "median"}], ids=str)
+def test_rules_that_can_not_be(wrong):
+    with pytest.raises(ValueError, match="ScanRule"):
+        ScanRule(**wrong)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_rows_of_other_lengths_have_room_for_the_next_token(kernels):
+    """A row that is exactly full, next to one that has more to come, must not write into its neighbour's slots."""
+    found = []
+    for together in (kernels == "auto", False):
+        with attached(shared_model("llama"), "llama", "h2o", Budget(tokens=8), kernels=kernels) as session:
+            cache = session.new_cache(known_len=30)
+            feed = Feed(session.model, cache, 2)
+            ids, mask = padded(rows_of(8, 20), "right")
+            logits = stepwise(feed, ids, 0, together, mask)
+            with cache.stepwise():
+                logits += [feed(token) for token in talk(2, 5)[0].split(1, 1)]
+            found.append((torch.cat(logits, 1)[:, -5:], [positions_of(cache, row) for row in range(2)]))
+            assert cache.kept_len.unique().tolist() == [8]
+    assert found[0][1] == found[1][1]
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-4
+
+
+def test_chunks_that_fill_the_budget_exactly_leave_room():
+    found = []
+    for kernels in ("auto", "reference"):
+        with attached(shared_model("llama"), "llama", "h2o", Budget(tokens=9), kernels=kernels) as session:
+            cache = session.new_cache()
+            ids, text = talk(2, 8, 20)
+            feed = Feed(session.model, cache, 2)
+            with cache.turn():
+                feed(ids[:, :6])
+                feed(ids[:, 6:])
+            found.append((feed.each(text), cache.kept_positions(), cache.memory().kv_bytes))
+    assert found[0][1:] == found[1][1:]
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_left_pads_in_every_row_change_nothing(kernels):
+    """As `pad_to_multiple_of` makes them, under a turn and step by step; a first part of pads alone too."""
+    (row,) = rows_of(12)
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), row], 1)
+    mask = torch.tensor([[0] * 4 + [1] * 12])
+    for steps in (False, True):
+        found = []
+        for text, real, parts in ((row, torch.ones_like(row), [12]), (ids, mask, [16]), (ids, mask, [3, 13])):
+            with attached(shared_model("llama"), "llama", "h2o", Budget(tokens=5), kernels=kernels) as session:
+                cache = session.new_cache(known_len=12)
+                feed = Feed(session.model, cache, 1)
+                with cache.stepwise() if steps else cache.turn():
+                    logits = [feed(*pair) for pair in zip(text.split(parts, 1), real.split(parts, 1), strict=True)]
+                found.append((torch.cat(logits, 1)[:, -12:], positions_of(cache, 0)))
+        for logits, kept in found[1:]:
+            assert kept == found[0][1]
+            assert (logits - found[0][0]).abs().max() < 1e-4
+
+
+def test_numbers_that_have_gone_wrong_show():
+    """A model whose keys are NaN must not get plausible outputs."""
+    queries, keys = torch.randn(1, 1, 2, 4, 16), torch.randn(1, 1, 4, 16)
+    keys[0, 0, 1] = float("nan")
+    positions = torch.arange(4)[None]
+    rule = AttentionRule(0.25)
+    outputs, _ = cpu.prefill_stats(queries, keys, keys.nan_to_num(), positions, positions[:, None].int(), rule, group="mean")
+    assert outputs[..., 0, :].isfinite().all() and outputs[..., 1:, :].isnan().all()
 
 
 def test_a_score_of_ones_own_makes_an_inherited_rule_void():

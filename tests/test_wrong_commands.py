@@ -34,6 +34,8 @@ CASES = {
     "codec": (["codec=kivi2"], "codec=kivi2: there is no such choice; choices: none"),
     "setting of a policy": (["policy=h2o", "policy.hevy_share=0.3"], "did you mean heavy_share"),
     "setting of a task": (["task.window=3"], "did you mean windows"),
+    "exact": (["protocol.exact=fast"], "protocol.exact='fast': use one of scan, step"),
+    "kernels": (["runtime.kernels=fast"], "runtime.kernels='fast': use one of auto, reference, cpu, gpu"),
     "setting of the runtime": (["runtime.bach_size=3"], "did you mean batch_size"),
     "setting of another policy": (["policy=full,h2o", "policy.heavy_share=0.3"], "no setting 'heavy_share'"),
     "new key": (["+foo=1"], "foo: there is no such setting"),
@@ -152,6 +154,10 @@ def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
         (["table", "--wher"], "--wher"),
         (["list", "polices"], "polices"),
         (["runn"], "runn"),
+        (["bench", "decod"], "did you mean decode"),
+        (["bench", "--batch", "0"], "'0': use a whole number of at least 1"),
+        (["bench", "--ratio", "2"], "'2': use a number above 0"),
+        (["bench", "--model", "no-model"], "no-model"),
     ],
 )
 def test_other_wrong_commands(arguments, says, no_model, capsys):

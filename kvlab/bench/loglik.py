@@ -41,20 +41,8 @@ def loglik(setup: Setup) -> list[Line]:
     what = f"h2o at {setup.ratio:.0%}, each of {LENGTH} tokens"
     same = f"log-probabilities at most {apart:.0e} apart, their means {abs(means['scan'] - means['step']):.0e}"
     loss = f"loss {means['scan']:.4f}, without eviction {means['plain']:.4f}"
+    by_step, by_plain = (STEP_TARGET, PLAIN_TARGET) if setup.usual else (None, None)
     return [
-        Line(
-            f"{what}: scan over token by token",
-            slow["scan"],
-            slow["step"],
-            STEP_TARGET if setup.usual else None,
-            True,
-            note=same,
-        ),
-        Line(
-            f"{what}: scan over a plain forward pass",
-            both["scan"],
-            both["plain"],
-            PLAIN_TARGET if setup.usual else None,
-            note=loss,
-        ),
+        Line(f"{what}: scan over token by token", slow["scan"], slow["step"], by_step, True, note=same),
+        Line(f"{what}: scan over a plain forward pass", both["scan"], both["plain"], by_plain, note=loss),
     ]

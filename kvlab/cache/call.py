@@ -67,6 +67,11 @@ class Call:
         return (self.seen - self.seen_before)[:, None]
 
     @cached_property
+    def nothing(self) -> Tensor:
+        """(batch, 1) zeros, for what a token alone has none of."""
+        return torch.zeros_like(self.positions[:, :1])
+
+    @cached_property
     def first(self) -> bool:
         """Whether no row has seen anything before."""
         return not self.seen_before.any()

@@ -124,7 +124,11 @@ class KVLayer(CacheLayerMixin):
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "cache"})
         other.store = None if self.store is None else self.store.copy()
         if other.store is not None and not keep_limit:
-            other.store.without(set(other.store.state) - set(other._state_kinds(other.store.keys)))
+            held, needed = set(other.store.state), set(other._state_kinds(other.store.keys))
+            if lacking := needed - held:
+                name = cache.plan.policy.name
+                raise ValueError(f"a fork for {name} needs {', '.join(sorted(lacking))} of each token, which this cache lacks")
+            other.store.without(held - needed)
             other._set_limit(other._cap(other._unlimited()))
         return other
 
@@ -195,25 +199,31 @@ class KVLayer(CacheLayerMixin):
         """Full attention of a turn (or of one of its chunks); evicts at its end unless more chunks follow."""
         if self.turn_start is None:
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
-        output, placed = self._take_in(queries, arrival, call)
+        output, placed = self._take_in(queries, arrival, call, counted=True)
         self._remember_voters(placed, call.positions)
         self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
         if not self.cache.turn_open:
             self.close_turn()
         return output
 
-    def _take_in(self, queries: Queries, arrival: Arrival, call: Call) -> tuple[Outputs, Queries]:
-        """Store tokens and let them attend, none leaving; also the queries as they attended."""
+    def _take_in(self, queries: Queries, arrival: Arrival, call: Call, counted: bool) -> tuple[Outputs, Queries]:
+        """Store tokens and let them attend, none leaving; also the queries as they attended.
+
+        counted  whether what they attend to is added to the mass, if the policy needs it
+        """
         store = self._held
         alone = not store.lengths.any()
         state = self._arriving_state(arrival, call)
-        store.append(arrival.keys, arrival.values, call.positions, state, more_to_come=self.cache.turn_open)
+        more, arrived = self.cache.turn_open, call.arrived
+        store.append(arrival.keys, arrival.values, call.positions, state, arrived=arrived, more_to_come=more)
         self.row_seen = call.seen
+        if not store.lengths.any():  # pads alone
+            return queries.new_zeros(*queries.shape[:-1], arrival.values.shape[-1]), queries
         view = store.view()
         causal = alone and view.full and not call.padded
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
         places = (call.positions, view.positions, self.rule)
-        group = self.policy.group if "mass" in self.policy.needs else None
+        group = self.policy.group if counted and "mass" in self.policy.needs else None
         if group is None and self.rule.fused:
             return reference.attend(queries, keys, view.values, *places, causal=causal), queries
         output, mass = self._kernels(keys).prefill_stats(queries, keys, view.values, *places, group=group, causal=causal)
@@ -237,7 +247,7 @@ class KVLayer(CacheLayerMixin):
             self._decide_turn(came, before)
         if not self.policy.holds_budget_after_prompt:
             self._set_limit(np.where(came, self._cap(self._unlimited()), before))
-        self.store.trim()
+        self.store.trim(self.room)
         self.turn_start = self.voters = None
 
     def _remember_voters(self, queries: Queries, positions: Tensor) -> None:
@@ -265,8 +275,10 @@ class KVLayer(CacheLayerMixin):
             quiet = self._quiet_tokens(call.tokens - start)
             end = start + quiet if quiet > 1 else call.tokens if scan is not None else start + 1
             some, part, calls = queries[..., start:end, :], arrival.part(start, end), call.part(start, end)
-            outputs.append(self._take_in(some, part, calls)[0] if quiet > 1 else steps(some, part, calls))
+            counted = self.policy.when == "every_step"
+            outputs.append(self._take_in(some, part, calls, counted)[0] if quiet > 1 else steps(some, part, calls))
             start = end
+        self.row_seen = call.seen  # the same array in all layers, so that they share calls
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
     def _quiet_tokens(self, tokens: int) -> int:
@@ -282,7 +294,9 @@ class KVLayer(CacheLayerMixin):
         assert limit is not None and limits is not None
         steady = store.lengths is self.steady
         if not steady:
-            store.reserve(self.room, None, call.arrived)
+            store.reserve(self.room, None, call.arrived, beyond=not limits.before)
+            least = np.minimum(store.lengths + call.arrived, self.room)
+            assert (store.capacity >= least).all(), "kernels write where they are told"
         state = self._arriving_state(arrival, call)
         slots = store.slots(rule.plane)
         new = Arrivals(arrival.keys, arrival.values, call.positions, state.pop(rule.plane, None) if rule.plane else None)
@@ -391,7 +405,7 @@ class KVLayer(CacheLayerMixin):
     def _step_of(self, arrival: Arrival, call: Call) -> Step:
         """New tokens for a policy that scores each token once, by what it is alone."""
         positions = arrival.positions[:, None].expand(arrival.keys.shape[:3])
-        nothing = positions.new_zeros(positions.shape[:2])
+        nothing = call.nothing.expand(positions.shape[:2])
         return Step(
             layer_idx=self.layer_idx,
             num_layers=len(self.cache.layers),
@@ -400,8 +414,8 @@ class KVLayer(CacheLayerMixin):
             now=call.newest[:, -1],
             budget=nothing,
             recent=nothing,
-            queries=arrival.keys[:, :, None, :0],
-            query_positions=positions[:, 0, :0],
+            queries=arrival.keys[:, :, None],
+            query_positions=arrival.positions,
             keys=arrival.keys,
             values=arrival.values,
             arriving=arrival,

@@ -206,14 +206,22 @@ class SlotStore:
     # ------------------------------------------------------------------------------------------------ writing
 
     def append(
-        self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor], *, more_to_come: bool = False
+        self,
+        keys: Keys,
+        values: Values,
+        positions: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        arrived: Counts | None = None,
+        more_to_come: bool = False,
     ) -> None:
         """Add a turn's tokens. No free slot remains, unless `more_to_come` asks for room to grow by chunks.
 
         positions (batch, tokens), -1 for a pad, which takes no slot; state (batch, kv_heads or 1, tokens, ...) by name,
-        0 for what is left out.
+        0 for what is left out; arrived (batch, 1): how many aren't pads, where the caller knows.
         """
-        arrived = (positions >= 0).sum(-1).cpu().numpy()[:, None]  # (batch, 1)
+        if arrived is None:
+            arrived = (positions >= 0).sum(-1).cpu().numpy()[:, None]
         lengths = self.lengths + arrived
         fits = (lengths <= self.capacity).all() if more_to_come else (lengths == self.capacity).all()
         if not fits:
@@ -252,16 +260,16 @@ class SlotStore:
                 plane[slots] = 0
         self._set_lengths(self.lengths + written, 1 if pick is None else torch.from_numpy(written.ravel()))
 
-    def reserve(self, limit: Counts | None, rows: Rows | None = None, tokens: Counts | int = 1) -> None:
+    def reserve(self, limit: Counts | None, rows: Rows | None = None, tokens: Counts | int = 1, *, beyond: bool = True) -> None:
         """Make sure that each row has slots for `tokens` more, (batch, 1) or one number for all, but not beyond `limit`.
 
-        A row that lacks some grows by more than it needs, never beyond `limit` slots; one token it can always take.
+        A row that lacks some grows by more than it needs, never beyond `limit` slots; but if `beyond`, it can always take one.
         """
         wanted = self.lengths + tokens
         if not (wanted > self.capacity).any():
             return
         if limit is not None:
-            limit = np.maximum(limit, self.lengths + 1)
+            limit = np.maximum(limit, self.lengths + beyond)
             wanted = np.minimum(wanted, limit)
         lacking = wanted > self.capacity
         if rows is not None:
@@ -273,9 +281,10 @@ class SlotStore:
             grown = np.minimum(grown, limit)
         self._resize(np.where(lacking, grown, self.capacity))
 
-    def trim(self) -> None:
-        """Free what rows hold beyond the slots that they grow by."""
+    def trim(self, limit: Counts | None = None) -> None:
+        """Free what rows hold beyond the slots that they grow by, and beyond `limit`."""
         roomy = self.lengths + self._growth(self.lengths)
+        roomy = roomy if limit is None else np.minimum(roomy, np.maximum(limit, self.lengths))
         if (self.capacity > roomy).any():
             self._resize(np.minimum(self.capacity, roomy))
 

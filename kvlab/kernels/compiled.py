@@ -18,9 +18,10 @@ from numba.extending import intrinsic, overload
 # Sums may be reordered and fused; infinities and NaN mean what they mean.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 INFINITY = np.float32(np.inf)
-NOTHING, SUM, LAST = range(3)
-AGE, VALUE, RANKED = range(3)
-MEAN, ADD, MAX, FIRST = range(4)
+# Places in contract.OBSERVE, contract.ORDER and contract.GROUPS; those that aren't named need no code of their own.
+SUM, LAST = 1, 2
+VALUE, RANKED = 1, 2
+MEAN, MAX, FIRST = 0, 2, 3
 DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
 COLUMNS = 512  # slots whose mass is added up at a time, so that it stays in the innermost cache
 
@@ -152,15 +153,18 @@ def _exponentials(logits: Any, scale: Any, softcap: Any, sink: Any) -> Any:
         _cap(logits, scale, softcap)
         scale = np.float32(1)
     top = max(_largest(logits) * scale, sink)
-    total = np.float32(0)
+    total = flaws = np.float32(0)
     for i in range(logits.shape[0]):
         x = logits[i] * scale - top
+        flaws += np.float32(0) if logits[i] == logits[i] else np.float32(1)
         e = _exp(x)
         e = e if x > np.float32(-87) else np.float32(0)  # what vanishes must tie; float32 goes no further
         logits[i] = e
         total += e
     if sink > -INFINITY:
         total += _exp(sink - top)
+    if flaws > 0:  # a model that has gone wrong must not look well
+        return np.float32(np.nan)
     return np.float32(1) / total if total > 0 else np.float32(0)
 
 

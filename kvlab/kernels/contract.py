@@ -29,7 +29,8 @@ class ScanRule:
              oldest of the others
     plane    name of the per-token state that holds the value; None where nothing outlives a step
     group    how query heads merge: mean, sum, max, first
-    coupled  all KV heads of a sequence hold the same tokens in the same slots and drop together, by the mean of their values
+    coupled  all KV heads of a sequence hold the same tokens in the same slots and drop together, by the mean of their values;
+             kvlab sets it from the policy's `coupling`
 
     Ties go to the newer token. A value that is no number counts as the lowest.
     """
@@ -37,8 +38,15 @@ class ScanRule:
     observe: Literal["nothing", "sum", "last"] = "nothing"
     order: Literal["age", "value", "ranked"] = "age"
     plane: str | None = None
-    group: str = "mean"
+    group: Literal["mean", "sum", "max", "first"] = "mean"
     coupled: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("observe", OBSERVE), ("order", ORDER), ("group", GROUPS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"ScanRule({name}={getattr(self, name)!r}): use one of {', '.join(known)}")
+        if self.plane is None and (self.observe == "sum" or (self.order != "age" and self.observe != "last")):
+            raise ValueError(f"{self}: name the per-token state that holds the value, plane=...")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def evict_scan(
     new = arrivals
     batch, heads, group, tokens, head_dim = queries.shape
     rows, value_dim = batch * heads, new.values.shape[-1]
-    out = torch.empty(rows, group, tokens, value_dim)
+    out = _empty(rows, group, tokens, value_dim)
     planes, offsets, lengths = _slot_arrays(slots)
     arguments = (
         _numbers(queries).reshape(rows, group, tokens, head_dim),
@@ -71,8 +71,8 @@ def decode_attend(
     row's end; both in float32, and 0 for queries that don't exist (position -1).
     """
     batch, heads, group, count, _ = queries.shape
-    out = torch.empty(batch * heads, group, count, slots.values.shape[-1])
-    weights = torch.zeros(batch * heads, group, count, slots.widest if want_weights else 0)
+    out = _empty(batch * heads, group, count, slots.values.shape[-1])
+    weights = _empty(batch * heads, group, count, slots.widest if want_weights else 0).zero_()
     planes, offsets, lengths = _slot_arrays(slots)
     arguments = (
         _numbers(queries.flatten(0, 1)),
@@ -108,15 +108,16 @@ def prefill_stats(
     """
     batch, heads, size, count, _ = queries.shape
     slots = keys.shape[2]
-    out = torch.empty(batch, heads, size, count, values.shape[-1])
+    assert not causal or slots == count, "causal: slots and queries are the same tokens"
+    out = _empty(batch, heads, size, count, values.shape[-1])
     parts = min(workers.threads(), -(-count // LEAST_CHUNK))
     chunk = _chunk(size, slots, parts)
-    mass = torch.zeros(parts, batch, heads, slots)
+    mass = _empty(parts, batch, heads, slots).zero_()
     sinks, numbers = _sinks(attention, heads, size), _attention_numbers(attention)
     merge = -1 if group is None else GROUPS.index(group)
 
     def work(part: int) -> None:
-        scratch, factors = torch.empty(size * chunk * slots), torch.empty(size * chunk)
+        scratch, factors = _empty(size * chunk * slots), _empty(size * chunk)
         for b, h in np.ndindex(batch, heads):
             where, slot_positions = query_positions[b].contiguous(), positions[b, h].contiguous().numpy()
             key, value = keys[b, h].float(), values[b, h].float()
@@ -163,6 +164,11 @@ def _cache_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             sizes[int((index / "level").read_text())] = 1024 * int((index / "size").read_text().strip().removesuffix("K"))
     return max(2 * sizes.get(2, 0), sizes.get(3, 0) // 4, 2**22)
+
+
+def _empty(*shape: int) -> Tensor:
+    """Whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:

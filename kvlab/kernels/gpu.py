@@ -24,7 +24,6 @@ from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
 from kvlab.kernels.reference import AttentionRule
 from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEP_BYTES = 2**22
 """Keys and values of a unit's rows beyond which many tokens are taken one launch after the other, each over the whole GPU;
 below, one program takes a unit through all its tokens. A guess: where a launch's cost meets one processor's bandwidth."""

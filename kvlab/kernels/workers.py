@@ -6,7 +6,6 @@ torch's threads need next, and the other way round; a prefill then takes up to t
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -47,7 +46,7 @@ def share(part: Part, parts: int, *, here: bool = True) -> None:
     if parts == 1 and (here or threads() == 1):
         part(0)
         return
-    job, inboxes = _Job(part), _inboxes(os.getpid(), threads())
+    job, inboxes = _Job(part), _inboxes(threads())
     for number in range(int(here), parts):
         inboxes[number].put((job, number))
     error: BaseException | None = None
@@ -61,10 +60,27 @@ def share(part: Part, parts: int, *, here: bool = True) -> None:
         raise error
 
 
-@functools.lru_cache(maxsize=1)
-def _inboxes(process: int, count: int) -> list[SimpleQueue[tuple[_Job, int]]]:
+Inbox = SimpleQueue[tuple[_Job, int] | None]
+_pool: tuple[tuple[int, int], list[Inbox]] | None = None  # of which process and how many, and where they wait for parts
+_lock = threading.Lock()
+
+
+def _inboxes(count: int) -> list[Inbox]:
     """Where threads wait for parts. A forked process has none of its parent's threads, so it gets its own."""
-    inboxes: list[SimpleQueue[tuple[_Job, int]]] = [SimpleQueue() for _ in range(count)]
+    global _pool
+    wanted = (os.getpid(), count)
+    if _pool is None or _pool[0] != wanted:
+        with _lock:
+            if _pool is None or _pool[0] != wanted:
+                if _pool is not None and _pool[0][0] == wanted[0]:
+                    for inbox in _pool[1]:
+                        inbox.put(None)
+                _pool = (wanted, _start(count))
+    return _pool[1]
+
+
+def _start(count: int) -> list[Inbox]:
+    inboxes: list[Inbox] = [SimpleQueue() for _ in range(count)]
     ready: SimpleQueue[None] = SimpleQueue()
     for inbox in inboxes:
         threading.Thread(target=_serve, args=(inbox, ready), name="kvlab-kernels", daemon=True).start()
@@ -75,11 +91,11 @@ def _inboxes(process: int, count: int) -> list[SimpleQueue[tuple[_Job, int]]]:
 
 
 @torch.no_grad()
-def _serve(inbox: SimpleQueue[tuple[_Job, int]], ready: SimpleQueue[None]) -> None:
+def _serve(inbox: Inbox, ready: SimpleQueue[None]) -> None:
     torch.get_num_threads()  # a thread's first question sets its number, so it comes before the answer that is to hold
     torch.set_num_threads(1)
     ready.put(None)
-    while True:
-        job, number = inbox.get()
+    while (given := inbox.get()) is not None:
+        job, number = given
         job.do(number)
-        del job
+        del given, job

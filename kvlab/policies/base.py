@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
@@ -29,6 +29,8 @@ from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
 Group = Literal["mean", "max", "sum", "first"]
 
 
+DECIDING = ("score", "scan_rule", "when", "once")
+"""What a class may declare that says how it decides."""
 NEEDS = frozenset({"mass", "attention", "token_ids"})
 SCORE = "score"
 """State in which the cache remembers the scores of a policy that gives each token its score once."""
@@ -140,13 +142,19 @@ class Policy:
 def rule_of(policy: Policy) -> ScanRule | None:
     """The rule that kernels may follow for this policy; None where only its own `score` knows.
 
-    A `score` that overrides the one which an inherited rule stands for makes that rule void.
+    A class that changes how it decides voids the rule that it inherits.
     """
     if policy.rolling:  # keys change their places at each step
         return None
-    scored, ruled = (next(cls for cls in type(policy).__mro__ if name in vars(cls)) for name in ("score", "scan_rule"))
-    own = policy.when == "every_step" and not policy.once and scored is not ruled and issubclass(scored, ruled)
-    return None if own else policy.scan_rule()
+    classes = type(policy).__mro__
+    declared = {name: next(i for i, cls in enumerate(classes) if name in vars(cls)) for name in DECIDING}
+    own = declared["scan_rule"]  # the first in the order of inheritance wins
+    if policy.when == "prompt_end" or policy.once:
+        changed = declared["when"] if policy.when == "prompt_end" else min(declared["once"], declared["score"])
+        rule = policy.scan_rule() if own <= changed else Policy.scan_rule(policy)
+    else:
+        rule = policy.scan_rule() if own <= declared["score"] or own == classes.index(Policy) else None
+    return None if rule is None else replace(rule, coupled=policy.coupling == "layer")
 
 
 POLICIES: Registry[Policy] = Registry("policy", "register", PolicyError, "kvlab.policies")

@@ -23,5 +23,7 @@ class KNorm(Policy):
     def score(self, step: Step) -> Scores:
         """Minus the norm of the cached key."""
         exact = torch.promote_types(step.keys.dtype, torch.float32)
-        mantissa, exponent = step.keys.to(exact).norm(dim=-1).frexp()
-        return -torch.ldexp((mantissa * 2**14).round() / 2**14, exponent)
+        norm = torch.linalg.vector_norm(step.keys, dim=-1, dtype=exact)
+        whole, dropped = (torch.int32, 10) if exact == torch.float32 else (torch.int64, 39)  # of 24 and 53 bits
+        rounded = norm.view(whole).add_(1 << (dropped - 1)).bitwise_and_(-1 << dropped)
+        return -rounded.view(exact)

@@ -28,7 +28,7 @@ class Random(Policy):
     def score(self, step: Step) -> Scores:
         """Uniform in [0, 1), in steps of 2 ** -24 so that float32 holds it exactly."""
         positions, samples, heads = step.positions.long(), step.sample_ids, step.positions.shape[1]
-        if positions.is_cuda:
+        if positions.device.type != "cpu":
             start = _chain(self.seed, samples, step.layer_idx, torch.arange(heads, device=positions.device))
             return (_combine(start, positions) >> 8).float() / 2**24
         names = None if samples is None else tuple(samples.tolist())

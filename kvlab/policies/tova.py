@@ -23,7 +23,7 @@ class TOVA(Policy):
 
     def scan_rule(self) -> ScanRule:
         """The current step's attention, for all heads together."""
-        return ScanRule(observe="last", order="value", coupled=True)
+        return ScanRule(observe="last", order="value")
 
     def score(self, step: Step) -> Scores:
         """Attention of the last query; coupling over the layer averages KV heads too."""
