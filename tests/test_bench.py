@@ -10,7 +10,7 @@ from kvlab.bench.setup import load
 from kvlab.bench.timing import Line, alternate
 from kvlab.cli import main
 
-SMALL = ["--model", "tiny-llama", "--lengths", "64,96", "--batch", "2", "--repeats", "1"]
+SMALL = ["--model", "tiny-llama", "--lengths", "192,256", "--batch", "2", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_every_bench_prints_a_table(capsys):
     out = capsys.readouterr().out
     assert out.count("### ") == 4
     for said in (
-        "h2o at 20% over transformers' DynamicCache, batch 2 × 64",
+        "h2o at 20% over transformers' DynamicCache, batch 2 × 192",
         "knorm over streaming_llm",
         "scan over token by token",
     ):
@@ -41,7 +41,7 @@ def test_json_has_what_the_tables_have(capsys):
     assert not plain["faster"] and plain["ratio"] == pytest.approx(plain["seconds"] / plain["against"])
     assert scan["target"] is None and scan["met"] is None
     held = {row["policy"]: row for row in found["benches"]["memory"]}
-    tokens, token = 12 * 2 * 2 * 2, 2 * 16 * 4  # 20 % of 64; batch, KV heads and layers; bytes of a key and a value
+    tokens, token = 38 * 2 * 2 * 2, 2 * 16 * 4  # 20 % of 192; batch, KV heads and layers; bytes of a key and a value
     assert held["h2o"]["allowed"] == tokens * token
     assert held["h2o"]["held"] == (tokens + 2 * 2 * 2) * token  # and one more slot a row, where tokens come in
     assert found["machine"]["dtype"] == "float32"
@@ -50,10 +50,11 @@ def test_json_has_what_the_tables_have(capsys):
 def test_the_stock_model_has_the_same_weights_and_no_session():
     setup = load("tiny-llama", None, None, lengths=(64,), batch=1, ratio=0.2, repeats=1)
     ids = setup.ids(20)
+    stock = setup.stock
     with setup.session("h2o"):
-        assert "kvlab" not in setup.stock.config._attn_implementation
-        assert torch.equal(setup.stock(ids).logits, setup.model(ids).logits)
-    assert next(setup.stock.parameters()).data_ptr() == next(setup.model.parameters()).data_ptr()
+        assert "kvlab" not in stock.config._attn_implementation
+        assert torch.equal(stock(ids).logits, setup.model(ids).logits)
+    assert next(stock.parameters()).data_ptr() == next(setup.model.parameters()).data_ptr()
 
 
 def test_lines_say_whether_their_target_is_met():

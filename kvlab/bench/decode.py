@@ -24,6 +24,7 @@ DECIDING_TARGET = 1.10
 
 def decode(setup: Setup) -> list[Line]:
     """h2o and full against transformers' cache at each length; every policy against streaming_llm at the shortest."""
+    assert "kvlab" not in setup.stock.config._attn_implementation, "made before any session"
     speed = bandwidth(setup.device)
     lines = [line for length in setup.lengths for line in _against_full(setup, length, speed)]
     return lines + _deciding(setup, min(setup.lengths))

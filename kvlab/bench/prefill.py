@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from transformers import DynamicCache
 
@@ -50,8 +48,7 @@ def _read(setup: Setup, name: str, ids: torch.Tensor) -> Work:
 
 def _peak(work: Work) -> int | None:
     """Most bytes held during the work beyond what was held before; of the device where there is one."""
-    gc.collect()
-    meter, before = PeakMemory(), PeakMemory.held()
+    before, meter = PeakMemory.held(), PeakMemory()
     work()
     found = meter.read()
     peak = found["peak_device_bytes"] or found["peak_process_bytes"]
