@@ -6,7 +6,6 @@ decide). This module knows the timing rule and no policy by name; the model is k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.cache.store import SlotStore, View
 from kvlab.kernels import reference
 from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
-from kvlab.kernels.dispatch import Kernels, choose
+from kvlab.kernels.dispatch import EvictScan, Kernels, choose
 from kvlab.kernels.reference import AttentionRule, accumulate_type, merge_group
 from kvlab.policies.base import RANK, SCORE, Policy
 from kvlab.shapes import Arrival, Keys, Outputs, Queries, Scores, Step, Tiers
@@ -288,7 +287,7 @@ class KVLayer(CacheLayerMixin):
         assert self.limit is not None
         return min(tokens, int((self.limit - self._held.lengths).min()))
 
-    def _scan(self, scan: Callable[..., Outputs], rule: ScanRule, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
+    def _scan(self, scan: EvictScan, rule: ScanRule, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """All steps at once, by a kernel that works on the store in place."""
         store, limit, limits = self._held, self.limit, self.limits
         assert limit is not None and limits is not None

@@ -28,10 +28,7 @@ LEAST_CHUNK = 16
 def evict_scan(
     queries: Queries, arrivals: Arrivals, slots: Slots, limits: Limits, attention: AttentionRule, rule: ScanRule
 ) -> Outputs:
-    """Replay decoding over known tokens: each comes in, attends, and lets tokens leave. `slots` is changed in place.
-
-    Returns attention outputs in float32; those of pads are 0. Every row has room for what it will hold.
-    """
+    """See `dispatch.EvictScan`."""
     new = arrivals
     batch, heads, group, tokens, head_dim = queries.shape
     rows, value_dim = batch * heads, new.values.shape[-1]
@@ -65,11 +62,7 @@ def evict_scan(
 def decode_attend(
     queries: Queries, slots: Slots, query_positions: QueryPositions, attention: AttentionRule, *, want_weights: bool = False
 ) -> tuple[Outputs, Attention | None]:
-    """Attention of one or a few queries over slots, which aren't changed.
-
-    Returns outputs, and if wanted the attention that each slot got, (batch, kv_heads, group, queries, widest), 0 beyond a
-    row's end; both in float32, and 0 for queries that don't exist (position -1).
-    """
+    """See `dispatch.DecodeAttend`."""
     batch, heads, group, count, _ = queries.shape
     out = _empty(batch * heads, group, count, slots.values.shape[-1])
     weights = _empty(batch * heads, group, count, slots.widest if want_weights else 0).zero_()
@@ -101,7 +94,7 @@ def prefill_stats(
     group: str | None,
     causal: bool = False,
 ) -> tuple[Outputs, Scores]:
-    """As `reference.attend_with_mass`: outputs, and the attention that each slot received (0 without `group`), in float32.
+    """See `dispatch.PrefillStats`; both results in float32.
 
     A chunk of one KV head's queries at a time, so that what is between two matrix products stays in a core's cache; each
     thread has chunks of its own.

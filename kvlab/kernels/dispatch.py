@@ -4,33 +4,88 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from kvlab.kernels import reference
+from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
+from kvlab.kernels.reference import AttentionRule
+from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
 
 NAMES = ("auto", "reference", "cpu", "gpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What compiled kernels take."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The operations of one back end; what it lacks is done step by step with the reference.
+class PrefillStats(Protocol):
+    """Attention outputs of many queries, and the attention that each slot received.
 
-    prefill_stats  attention outputs of many queries, and the attention that each slot received
-    decode_attend  attention of a few queries over ragged rows, and each slot's part of it
-    evict_scan     per-step eviction replayed over known tokens by a rule
+    group   how query heads merge; None: nothing is counted, and the second result is 0
+    causal  the caller knows that slots and queries are the same tokens in the same order, none missing
     """
 
+    def __call__(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        query_positions: QueryPositions,
+        positions: Positions,
+        attention: AttentionRule,
+        /,
+        *,
+        group: str | None,
+        causal: bool = False,
+    ) -> tuple[Outputs, Scores]:
+        """See above."""
+        ...
+
+
+class DecodeAttend(Protocol):
+    """Attention of one or a few queries over slots, which aren't changed.
+
+    Returns outputs, and if wanted the attention that each slot got, (batch, kv_heads, group, queries, widest), 0 beyond a
+    row's end; both in float32, and 0 for queries that don't exist (position -1).
+    """
+
+    def __call__(
+        self,
+        queries: Queries,
+        slots: Slots,
+        query_positions: QueryPositions,
+        attention: AttentionRule,
+        /,
+        *,
+        want_weights: bool,
+    ) -> tuple[Outputs, Attention | None]:
+        """See above."""
+        ...
+
+
+class EvictScan(Protocol):
+    """Replays decoding over known tokens: each comes in, attends, and lets tokens leave. `slots` is changed in place.
+
+    Returns attention outputs in float32; those of pads are 0. Every row must have room for what it will hold.
+    """
+
+    def __call__(
+        self, queries: Queries, arrivals: Arrivals, slots: Slots, limits: Limits, attention: AttentionRule, rule: ScanRule, /
+    ) -> Outputs:
+        """See above."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The operations of one back end; what it lacks is done step by step with the reference."""
+
     name: str
-    prefill_stats: Callable[..., Any]
-    decode_attend: Callable[..., Any] | None = None
-    evict_scan: Callable[..., Any] | None = None
+    prefill_stats: PrefillStats
+    decode_attend: DecodeAttend | None = None
+    evict_scan: EvictScan | None = None
 
 
 REFERENCE = Kernels("reference", reference.attend_with_mass)

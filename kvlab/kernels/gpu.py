@@ -595,11 +595,7 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
 def decode_attend(
     queries: Queries, slots: Slots, query_positions: QueryPositions, attention: AttentionRule, *, want_weights: bool = False
 ) -> tuple[Outputs, Attention | None]:
-    """Attention of one or a few queries over slots, which aren't changed.
-
-    Returns outputs, and if wanted the attention that each slot got, (batch, kv_heads, group, queries, widest), 0 beyond a
-    row's end; both in float32, and 0 for queries that don't exist (position -1).
-    """
+    """See `dispatch.DecodeAttend`."""
     batch, heads, group, count, _ = queries.shape
     rows, lines, widest = batch * heads, group * count, slots.widest
     dims = _dims(queries.shape[-1], slots.values.shape[-1])
@@ -628,10 +624,7 @@ def decode_attend(
 def evict_scan(
     queries: Queries, arrivals: Arrivals, slots: Slots, limits: Limits, attention: AttentionRule, rule: ScanRule
 ) -> Outputs:
-    """Replay decoding over known tokens: each comes in, attends, and lets tokens leave. `slots` is changed in place.
-
-    Returns attention outputs in float32; those of pads are 0. Every row has room for what it will hold.
-    """
+    """See `dispatch.EvictScan`."""
     batch, heads, group, tokens, _ = queries.shape
     unit, widest = heads if rule.coupled else 1, slots.widest
     units = batch * heads // unit
@@ -688,7 +681,7 @@ def prefill_stats(
     group: str | None,
     causal: bool = False,
 ) -> tuple[Outputs, Scores]:
-    """As `reference.attend_with_mass`: outputs, and the attention that each slot received (0 without `group`), in float32.
+    """See `dispatch.PrefillStats`; both results in float32.
 
     Two passes over slots: outputs with each query's denominator, then the weights once more, added up slot by slot.
     """
