@@ -104,14 +104,15 @@ class Cell:
         policy = build(
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
-        protocol.check(policy)
+        budget = _budget(config.get("budget") or {}, policy)
+        protocol.check(policy, budget)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
             seed=_seed(config.get("seed", 0)),
             model=_model(config.get("model"), runtime),
             policy=policy,
-            budget=_budget(config.get("budget") or {}, policy),
+            budget=budget,
             task=task.resolved(protocol),
             protocol=protocol,
             runtime=runtime,
@@ -207,7 +208,12 @@ class Cell:
     @property
     def labels(self) -> list[str]:
         """What a reader of the results must know."""
-        return [] if self.policy.holds_budget_after_prompt else ["grow"]
+        return [*self.protocol.labels, *([] if self.policy.holds_budget_after_prompt else ["grow"])]
+
+    @property
+    def at_work(self) -> dict[str, Any]:
+        """What `attach` is given."""
+        return self.protocol.at_work(self.policy, self.budget)
 
     def summary(self) -> dict[str, Any]:
         """What result.json and W&B say of a cell."""

@@ -4,6 +4,7 @@
               it (question, continuation, generation) is read under per-step eviction
     chunked   the same, but the prompt is read in chunks and evicted to the budget after each: bounded peak memory
     stream    eviction acts from the first token on, each token as if it were decoded
+    h2o_local, h2o_global  nothing is evicted: whole texts are read under the masks of H2O's released code
 
 In all of them the last token of a prompt is read under eviction, so that even the first token of a continuation sees what
 the policy left. Prompts whose compressed parts are equal are read once. Knows sessions and caches, no policy and no task.
@@ -15,14 +16,17 @@ import hashlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from kvlab.budget import Budget, exact_share
 from kvlab.hints import did_you_mean
 from kvlab.measure import now
 from kvlab.policies import Policy, make_policy
-from kvlab.reading import Feed, Prompt, Reading, in_segments
+from kvlab.policies.h2o import H2O
+from kvlab.reading import Feed, Prompt, Reading, WholeTexts, in_segments
 from kvlab.session import Session
 from kvlab.settings import SettingError
+from kvlab.simulation import H2OSimulation
 
 READ_TOKENS = 4096
 """Tokens of a batch that are decoded per call where their logits are of no use."""
@@ -43,6 +47,10 @@ class Protocol:
     name: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
     """Whether a part of the prompt is read with full attention and evicted afterwards."""
+    simulated: ClassVar[bool] = False
+    """Whether evictions are only simulated, by masks over whole texts."""
+    labels: ClassVar[tuple[str, ...]] = ()
+    """What a reader of results must know."""
 
     def held(self, prompt: Prompt) -> int:
         """How many last tokens of a prompt are read after its context, at least 1."""
@@ -60,8 +68,12 @@ class Protocol:
         """Length that a budget by ratio is of."""
         return len(prompt.ids)
 
-    def check(self, policy: Policy) -> None:
-        """Raises SettingError if a policy can't be run under this protocol."""
+    def check(self, policy: Policy, budget: Budget) -> None:
+        """Raises SettingError if a policy or a budget can't be run under this protocol."""
+
+    def at_work(self, policy: Policy, budget: Budget) -> dict[str, Any]:
+        """Policy, budget and simulation that `attach` is given."""
+        return {"policy": policy, "budget": budget}
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
         """Read the contexts: prompts without what is held back."""
@@ -135,7 +147,7 @@ class Stream(Protocol):
         """The known text, with what is to be scored."""
         return max(len(prompt.ids), prompt.text_len)
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: Policy, budget: Budget) -> None:
         """Policies that decide at a prompt's end have nothing to decide here."""
         if policy.evicts and policy.when == "prompt_end":
             raise SettingError(
@@ -150,7 +162,46 @@ class Stream(Protocol):
                 feed(part)
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {cls.name: cls for cls in (PromptProtocol, Stream, Chunked)}
+@dataclass(frozen=True)
+class H2OLocal(Protocol):
+    """Whole texts under the mask of H2O's code for OPT and NeoX; see `kvlab.simulation`. For full and h2o, by ratio."""
+
+    name: ClassVar[str] = "h2o_local"
+    compresses: ClassVar[bool] = False
+    simulated: ClassVar[bool] = True
+    labels: ClassVar[tuple[str, ...]] = ("simulated",)
+    oracle: ClassVar[bool] = False
+
+    def check(self, policy: Policy, budget: Budget) -> None:
+        """The masks know heavy hitters and recent tokens as parts of the length, and nothing else."""
+        if policy.evicts and (policy.name != "h2o" or policy != H2O(heavy_share=getattr(policy, "heavy_share", 0.5))):
+            raise SettingError(
+                f"protocol {self.name} simulates policy=h2o (and policy=full beside it) with no setting but heavy_share; use "
+                "protocol=prompt or protocol=stream for others"
+            )
+        if policy.evicts and (budget.ratio is None or budget.of != "prompt"):
+            raise SettingError(f"protocol {self.name} needs budget.ratio, a part of each text's length")
+
+    def at_work(self, policy: Policy, budget: Budget) -> dict[str, Any]:
+        """Nothing is evicted; h2o's masks stand in for attention."""
+        if not isinstance(policy, H2O):
+            return {"policy": policy, "budget": budget}
+        assert budget.ratio is not None
+        heavy = exact_share(budget.ratio) * exact_share(policy.heavy_share)
+        parts = float(heavy), float(exact_share(budget.ratio) - heavy)
+        return {"policy": make_policy("full"), "budget": Budget(), "simulation": H2OSimulation(*parts, oracle=self.oracle)}
+
+
+@dataclass(frozen=True)
+class H2OGlobal(H2OLocal):
+    """The same with the mask of its code for LLaMA, which looks ahead: an oracle."""
+
+    name: ClassVar[str] = "h2o_global"
+    labels: ClassVar[tuple[str, ...]] = ("simulated", "oracle")
+    oracle: ClassVar[bool] = True
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {cls.name: cls for cls in (PromptProtocol, Stream, Chunked, H2OLocal, H2OGlobal)}
 
 
 def protocol_class(name: str) -> type[Protocol]:
@@ -171,6 +222,8 @@ class Reader:
 
     def read(self, prompts: Sequence[Prompt], new_tokens: Sequence[int] | None = None) -> Reading:
         """Read all but the last token of each prompt. new_tokens: how many are to come, for a budget of the total."""
+        if self.protocol.simulated:
+            return WholeTexts.of(self.session, prompts, self.pad_id)
         contexts = [prompt.ids[: -self.protocol.held(prompt)] for prompt in prompts]
         keys = self._keys(prompts, contexts, new_tokens or [0] * len(prompts))
         shared = list(dict.fromkeys(keys))

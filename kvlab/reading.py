@@ -191,6 +191,49 @@ class Reading:
             yield now(feed.model.device) - start
 
 
+@dataclass
+class WholeTexts(Reading):
+    """Prompts that are read only together with what is to be scored, where evictions are simulated by masks.
+
+    A mask depends on the whole text, so nothing is shared and nothing can be generated.
+    """
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, session: Any, prompts: Sequence[Prompt], pad_id: int) -> WholeTexts:
+        """session: with the simulation at work."""
+        ids = tuple(prompt.ids for prompt in prompts)
+        return cls(Feed(session.model, session.new_cache(), len(ids), pad_id), (), 0.0, 0, prompts=ids)
+
+    def fork(self, policy: Policy | None = None) -> WholeTexts:
+        """Readings hold nothing between texts."""
+        return replace(self)
+
+    def take(self, rows: Sequence[int]) -> WholeTexts:
+        """These prompts alone."""
+        return replace(self, prompts=tuple(self.prompts[row] for row in rows))
+
+    def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
+        """Log-probabilities of one continuation for each prompt."""
+        self.feed.cache.reset()
+        feed = self.feed = Feed(self.feed.model, self.feed.cache, len(self.prompts), self.feed.pad_id)
+        texts = [(*prompt, *row[:-1]) for prompt, row in zip(self.prompts, continuations, strict=True)]
+        with feed.cache.turn():
+            logits = feed(texts, logits=True)
+        assert logits is not None
+        scored = []
+        for row, (prompt, gold) in enumerate(zip(self.prompts, continuations, strict=True)):
+            logprobs = logits[row, len(prompt) - 1 : len(prompt) - 1 + len(gold)].float().log_softmax(-1)
+            found = logprobs.gather(-1, torch.tensor(gold, device=logits.device)[:, None])[:, 0]
+            scored.append(Scored(tuple(gold), found.tolist(), logprobs.argmax(-1).tolist()))
+        return scored
+
+    def generate(self, max_new_tokens: int, tokenizer: Any = None, stop: Sequence[str] = (), **options: Any) -> list[list[int]]:
+        """Refused: a mask needs the whole text."""
+        raise ValueError("a simulated eviction can't generate, since its mask needs the whole text; use protocol=prompt")
+
+
 def _end_tokens(model: Any) -> list[int]:
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = getattr(model.config, "eos_token_id", None) if ends is None else ends

@@ -111,7 +111,7 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
     model, rows = bench.model, len(batch)
     with (
         torch.inference_mode(),
-        attach(model, cell.policy, cell.budget, tokenizer=bench.tokenizer, kernels=cell.runtime.kernels) as session,
+        attach(model, tokenizer=bench.tokenizer, kernels=cell.runtime.kernels, **cell.at_work) as session,
     ):
         start = now(model.device)
         torch.manual_seed(cell.seed)
@@ -124,7 +124,11 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
         records = cell.task.evaluate(reading, batch, bench.tokenizer)
         memory = memory or _memory(reading)
         speed["seconds"] = (now(model.device) - start) / rows
-        if peak is not None and (steps := min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)) > 0:
+        if (
+            peak is not None
+            and not cell.protocol.simulated
+            and (steps := min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)) > 0
+        ):
             peak.pause()
             step, policy = reader.overhead(reading, steps)
             speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": rows}

@@ -5,7 +5,7 @@ What is changed on the model, and undone on leaving, also through an exception, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from kvlab.cache.plan import Plan
 from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
+from kvlab.shapes import Outputs
 from kvlab.support import UnsupportedModel, check_model, no_rolling
 from kvlab.vocab import Vocab
 
@@ -71,6 +72,7 @@ def attach(
     share: object | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
+    simulation: Callable[..., Outputs] | None = None,
 ) -> Iterator[Session]:
     """Let `model` work with caches that hold what `policy` keeps within `budget`.
 
@@ -78,6 +80,7 @@ def attach(
     policy     from `make_policy`; budget: None means no limit
     codec, share  reserved for codecs and for sharing between layers; nothing is available yet
     tokenizer  needed by policies that treat special tokens or punctuation apart
+    simulation  attention of whole texts in place of the model's own (`kvlab.simulation`); nothing is evicted then
     kernels    back end of attention and eviction: cpu (compiled by numba), gpu (Triton), reference (plain torch), or auto
 
     Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
@@ -101,6 +104,7 @@ def attach(
         itemsize=model.dtype.itemsize,
         vocab=None if tokenizer is None else Vocab(tokenizer),
         kernels=kernels,
+        simulation=simulation,
         ended=lambda: bool(over),
     )
     seam = Seam.of(model)

@@ -7,10 +7,11 @@ This module knows no model and no policy. Axis names, used all over kvlab:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 Queries = Float[Tensor, "batch kv_heads group queries head_dim"]
@@ -25,6 +26,10 @@ Tiers = Int[Tensor, "batch kv_heads slots"]
 Kept = Bool[Tensor, "batch kv_heads slots"]
 PerHead = Int[Tensor, "batch kv_heads"]
 PerRow = Int[Tensor, " batch"]
+Bits = UInt8[Tensor, "batch kv_heads slots bytes"]
+Probes = UInt8[Tensor, "batch kv_heads probes tokens bytes"]
+Look = tuple[Attention, QueryPositions]
+"""Attention of some queries, and their positions; zero and -1 for queries that do not exist."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Step:
     """Tokens that each head may hold after this decision."""
     recent: PerHead
     """Tokens at the end that selection protects."""
+    grace: PerHead | None
+    """Age in tokens up to which nothing decays, for a policy that says so (`Policy.grace`)."""
     queries: Queries
     """The voting queries: the current token's, or at a turn's end the last `obs_window` (fewer in a shorter turn)."""
     query_positions: QueryPositions
@@ -73,9 +80,17 @@ class Step:
     """The token about to come in, for a policy that decides before attention."""
     attention: Attention | None = None
     """Softmax attention of `queries`, zero for queries that do not exist; None unless the policy asks for it."""
+    looks: Callable[[], Iterator[Look]] | None = None
+    """Attention of `queries`, some at a time, so that any number of them takes little memory."""
     mass: Scores | None = None
     """Attention that each token received so far, summed over queries (H2O, section 4.1)."""
     token_ids: Positions | None = None
     sample_ids: Int[Tensor, " batch"] | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """The policy's own per-token state: (batch, kv_heads, slots, ...)."""
+    window: int | None = None
+    """Sliding window of the layer."""
+    profile: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the policy found out about each head at the first prompt's end: (batch, kv_heads, ...)."""
+    vocab: Any = None
+    """Special and punctuation ids (`kvlab.vocab.Vocab`), where the session has a tokenizer."""

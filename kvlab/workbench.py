@@ -68,7 +68,12 @@ class Workbench:
         model, tokenizer = self.shape
         samples = self.samples(cell)
         self._check_context(cell, samples)
-        with attach(model, cell.policy, cell.budget, tokenizer=tokenizer) as session:
+        if cell.protocol.simulated and any(sample.new_tokens for sample in samples):
+            raise SettingError(
+                f"task {cell.task.name} generates, and protocol {cell.protocol.name} can only score given texts: its masks "
+                "need all of a text; use protocol=prompt, or a task such as perplexity"
+            )
+        with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan
             shortest = min(cell.protocol.known_len(sample.prompt) for sample in samples)
             held = plan.budget.resolve([shortest], plan.layers, new_tokens=0)

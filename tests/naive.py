@@ -26,6 +26,8 @@ from fractions import Fraction
 
 import numpy as np
 
+import naive_seeds
+
 DEAD, NORMAL, RECENT, SPECIAL, SINK = 0, 1, 2, 3, 4
 
 COMMON_SETTINGS = {"num_sink": 0, "recent_window": 0, "keep_special": False, "rolling": False}
@@ -40,6 +42,35 @@ POLICY_SETTINGS: dict[str, dict] = {
     "snapkv": SNAP_SETTINGS,
     "pyramidkv": {**SNAP_SETTINGS, "beta": 20},  # beta only matters to pyramid_budgets
     "adakv": {**SNAP_SETTINGS, "alpha": 0.2},
+    "scissorhands": {
+        "recent_window": 10,
+        "obs_window": 400,
+        "drop_share": 0.5,
+        "count": "low",
+        "threshold": "seen",
+        "group": "mean",
+        "layers": "uniform",  # this and persistence only matter to several layers
+        "persistence": (),
+    },
+    "hashevict": {"num_sink": 4, "recent_window": 10, "bits": 16, "probe": "query", "prompt": "stream"},
+    "hyde": {
+        "action": "fade+evict",
+        "attention_weight": 0.7,
+        "norm_weight": 0.3,
+        "decay": 0.97,
+        "window_share": 0.25,
+        "min_decay": 0.15,
+        "power": 1.2,
+        "group": "mean",
+    },
+    "fastgen": {
+        "threshold": 0.95,
+        "recovery": "tv",
+        "local_share": 0.3,
+        "frequent_share": 0.3,
+        "members": ("special", "special+punct", "special+punct+frequent", "special+punct+frequent+local", "full"),
+        "group": "mean",
+    },
 }
 SNAP_FAMILY = ("snapkv", "pyramidkv", "adakv")
 
@@ -63,6 +94,7 @@ class Result:
     out: np.ndarray  # (H, T, dv)
     kept: list  # kept[t][kv_head] = sorted positions held after the decision following t; None inside a prompt
     read: list  # read[t][kv_head] = sorted positions that the query at t attended, itself included
+    profile: list[int] | None = None  # fastgen: profile[kv_head] = index of the member that was chosen
 
 
 @dataclass
@@ -83,6 +115,7 @@ class Case:
     sample_id: int | None
     special: AbstractSet[int]
     rotate: Callable[[np.ndarray, int], np.ndarray] | None
+    punctuation: AbstractSet[int] = frozenset()
 
     @property
     def num_kv_heads(self) -> int:
@@ -103,6 +136,9 @@ class State:
     mass: list[Weights]  # attention received so far by each held position
     rank: list[Weights] = field(default_factory=list)  # snapkv family: scores of the last prompt's end, of what was unprotected
     head_budgets: list[int] | None = None  # adakv: set at a prompt's end, used by the steps that follow
+    lows: list[dict[int, dict[int, bool]]] = field(default_factory=list)  # scissorhands: key -> query -> was it low?
+    profile: list[int] | None = None  # fastgen: set at the first prompt's end
+    given_budget: int | None = None  # of the decision that is due, before a sliding window caps it
     kept: list = field(default_factory=list)
     read: list = field(default_factory=list)
 
@@ -158,7 +194,9 @@ def full_attention(
     return out
 
 
-def attend_one_head(case: Case, h: int, kv_head: int, t: int, cache: list[int]) -> tuple[np.ndarray, Weights]:
+def attend_one_head(
+    case: Case, h: int, kv_head: int, t: int, cache: list[int], fade: Weights | None = None
+) -> tuple[np.ndarray, Weights]:
     """Query head `h` at token `t` over `cache` (everything in the cache then); returns the output and the weights."""
     rolling = case.settings["rolling"]
     rank = {position: index for index, position in enumerate(cache)}
@@ -167,7 +205,7 @@ def attend_one_head(case: Case, h: int, kv_head: int, t: int, cache: list[int]) 
     logits = []
     for j in seen:
         key = case.rotate(case.k[kv_head, j], rank[j]) if rolling else case.k[kv_head, j]
-        logits.append(attention_logit(query, key, case.scaling, case.softcap))
+        logits.append(attention_logit(query, key, case.scaling, case.softcap) + (fade[j] if fade is not None else 0.0))
     weights = softmax(logits, None if case.sinks is None else float(case.sinks[h]))
     out = np.zeros(case.v.shape[2])
     for j, weight in zip(seen, weights, strict=True):
@@ -175,18 +213,23 @@ def attend_one_head(case: Case, h: int, kv_head: int, t: int, cache: list[int]) 
     return out, dict(zip(seen, weights, strict=True))
 
 
-def attend_token(case: Case, state: State, t: int, caches: list[list[int]], out: np.ndarray) -> list[Weights]:
+def attend_token(
+    case: Case, state: State, t: int, caches: list[list[int]], out: np.ndarray, fades: list[Weights] | None = None
+) -> list[Weights]:
     """All heads of token `t`: fills `out[:, t]`, records what was read, adds to the mass; returns weights per head."""
     weights: list[Weights] = []
     for kv_head in range(case.num_kv_heads):
         for h in case.group(kv_head):
-            out[h, t], head_weights = attend_one_head(case, h, kv_head, t, caches[kv_head])
+            fade = None if fades is None else fades[kv_head]
+            out[h, t], head_weights = attend_one_head(case, h, kv_head, t, caches[kv_head], fade)
             weights.append(head_weights)
     state.read.append([visible(cache, t, case.window) for cache in caches])
     for kv_head in range(case.num_kv_heads):
         for j in caches[kv_head]:
             gained = merge(case, kv_head, weights, j)
             state.mass[kv_head][j] = state.mass[kv_head].get(j, 0.0) + gained
+    if case.policy == "scissorhands":
+        naive_seeds.note_lows(case, state, t, weights)
     return weights
 
 
@@ -274,7 +317,7 @@ def policy_scores(
 ) -> Weights:
     """The policy's score of every held position of one KV head."""
     held = state.held[kv_head]
-    if case.policy in ("full", "streaming_llm"):
+    if case.policy in ("full", "streaming_llm", "hashevict"):
         return {j: float(j) for j in held}
     if case.policy == "random":
         return {j: random_score(case.seed, case.sample_id, case.layer_idx, kv_head, j) for j in held}
@@ -284,6 +327,10 @@ def policy_scores(
         return {j: tova_score(segment_weights[-1], j) for j in held}
     if case.policy == "knorm":
         return {j: -to_14_bits(math.sqrt(sum(float(x) ** 2 for x in case.k[kv_head, j]))) for j in held}
+    if case.policy == "scissorhands":
+        return naive_seeds.scissorhands_scores(case, state, kv_head, t)
+    if case.policy == "hyde":
+        return naive_seeds.hyde_scores(case, state, kv_head, t)
     if kind == "step":  # the snapkv family looks at attention at a prompt's end; what wasn't scored there goes last
         return rank_between_prompts(state.rank[kv_head], held, budget)
     return snap_scores(case, held, kv_head, t, segment_weights)
@@ -389,7 +436,7 @@ def budgets_before_ranking(case: Case, state: State, segment: Segment) -> list[i
     """The budget of each KV head that this decision starts from."""
     is_step = segment.kind == "step"
     budget = segment.budget
-    if case.policy == "full":
+    if case.policy == "full" or (case.policy == "hyde" and "evict" not in case.settings["action"]):
         budget = None
     if is_step and case.settings.get("after_prompt") == "grow":
         budget = None
@@ -400,6 +447,13 @@ def budgets_before_ranking(case: Case, state: State, segment: Segment) -> list[i
 
 def decide(case: Case, state: State, segment: Segment, t: int, segment_weights: list[list[Weights]]) -> None:
     """Drop every KV head to its budget.  `segment_weights` is per query of the segment (a step: of `t` alone)."""
+    if case.policy == "fastgen":
+        naive_seeds.decide_fastgen(case, state, segment, t, segment_weights)
+        return
+    if case.policy == "hashevict" and (segment.kind == "step" or case.settings["prompt"] == "stream"):
+        naive_seeds.decide_hashevict(case, state, segment, t)
+        return
+    state.given_budget = segment.budget
     if segment.kind == "prompt":
         state.head_budgets = None
     budgets = budgets_before_ranking(case, state, segment)
@@ -418,6 +472,10 @@ def decide(case: Case, state: State, segment: Segment, t: int, segment_weights: 
         state.head_budgets = adakv_budgets(case, ranks, budgets[0])
         budgets = [capped_by_window(case, head_budget) for head_budget in state.head_budgets]
 
+    if case.policy == "scissorhands" and segment.kind == "step":
+        budgets = [
+            naive_seeds.scissorhands_stay(case, len(ranks[h]), budgets[h], segment.budget) for h in range(case.num_kv_heads)
+        ]
     for kv_head in range(case.num_kv_heads):
         best = sorted(ranks[kv_head], reverse=True)[: budgets[kv_head]]
         state.held[kv_head] = sorted(position for _, _, position in best)
@@ -448,9 +506,10 @@ def run_prompt(case: Case, state: State, segment: Segment, start: int, out: np.n
 
 
 def run_step(case: Case, state: State, segment: Segment, t: int, out: np.ndarray) -> None:
-    """One token: insert it, attend, decide."""
+    """One token: insert it, attend, decide (hashevict decides first)."""
+    naive_seeds.before_step(case, state, segment, t)
     state.held = [[*held, t] for held in state.held]
-    weights = attend_token(case, state, t, state.held, out)
+    weights = attend_token(case, state, t, state.held, out, naive_seeds.fades_of_step(case, state, segment, t))
     decide(case, state, segment, t, [weights])
     state.kept.append([list(held) for held in state.held])
 
@@ -471,6 +530,7 @@ def replay(
     seed: int = 0,
     sample_id: int | None = None,
     special: AbstractSet[int] = frozenset(),
+    punctuation: AbstractSet[int] = frozenset(),
     rotate: Callable[[np.ndarray, int], np.ndarray] | None = None,
 ) -> Result:
     """Run the segments through one layer's cache: q (H, T, d), k (Hkv, T, d), v (Hkv, T, dv)."""
@@ -482,9 +542,11 @@ def replay(
     if complete["rolling"] and rotate is None:
         raise ValueError("rolling needs rotate")
     scaling = dim**-0.5 if scaling is None else scaling
-    case = Case(q, k, v, policy, complete, scaling, window, softcap, sinks, layer_idx, seed, sample_id, special, rotate)
+    inputs = (q, k, v, policy, complete, scaling, window, softcap, sinks, layer_idx, seed, sample_id)
+    case = Case(*inputs, special, rotate, punctuation)
     state = State(held=[[] for _ in range(case.num_kv_heads)], mass=[{} for _ in range(case.num_kv_heads)])
     state.rank = [{} for _ in range(case.num_kv_heads)]
+    state.lows = [{} for _ in range(case.num_kv_heads)]
     out = np.zeros((num_heads, length, v.shape[2]))
     start = 0
     for segment in segments:
@@ -496,4 +558,4 @@ def replay(
         elif segment.kind != "prompt":
             raise ValueError(f"unknown segment kind {segment.kind!r}")
         start += segment.length
-    return Result(out=out, kept=state.kept, read=state.read)
+    return Result(out=out, kept=state.kept, read=state.read, profile=state.profile)

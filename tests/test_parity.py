@@ -31,15 +31,19 @@ from kvlab.vocab import Vocab
 
 POLICIES = list(naive.POLICY_SETTINGS)
 SNAPS = list(naive.SNAP_FAMILY)
-EVERY_STEP = [name for name in POLICIES if name not in SNAPS]
+PROMPT_END = [*SNAPS, "fastgen"]
+EVERY_STEP = [name for name in POLICIES if name not in PROMPT_END]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 SPECIAL = frozenset({0, 1})  # ids of special tokens; pads are special too, as in real tokenizers
+PUNCTUATION = frozenset({2, 3})
 
 
 class SpecialTokens(Vocab):
-    """A vocabulary that knows its special tokens without a tokenizer."""
+    """A vocabulary that knows its special tokens and punctuation without a tokenizer."""
 
     special = SPECIAL
+    punctuation = PUNCTUATION
+    markers = ()
 
     def __init__(self):
         super().__init__(tokenizer=None)
@@ -47,8 +51,14 @@ class SpecialTokens(Vocab):
 
 HEADS = {1: 3, 2: 2, 3: 2, 4: 2, 8: 1}  # group size -> KV heads: MHA, GQA, MQA
 
-# The voting window's default is longer than most budgets here.
+# Windows whose defaults are longer than most budgets here.
 SMALL_SNAP = {"obs_window": 4, "kernel": 3}
+SMALL = {
+    **dict.fromkeys(SNAPS, SMALL_SNAP),
+    "scissorhands": {"obs_window": 6, "recent_window": 2},
+    "hashevict": {"num_sink": 1, "recent_window": 2},
+    "fastgen": {"threshold": 0.7},
+}
 
 
 # --------------------------------------------------------------------------------------------------------- scripts
@@ -165,7 +175,7 @@ class Case:
 
 def make_case(policy, script, tokens=None, settings=None, **rest):
     """A case; the snapkv family gets small windows unless the settings say otherwise."""
-    full = {**(SMALL_SNAP if policy in SNAPS else {}), **(settings or {})}
+    full = {**SMALL.get(policy, {}), **(settings or {})}
     if policy == "streaming_llm" and "num_sink" not in full and (tokens is None or tokens < 4):
         full["num_sink"] = 1
     return Case(policy, tuple(script), tuple(sorted(full.items())), tokens=tokens, **rest)
@@ -344,6 +354,7 @@ def replay_row(case, row, dtype="any"):
         seed=settings.get("seed", 0),
         sample_id=case.sample_ids[row] if case.sample_ids else None,
         special=frozenset(np.flatnonzero(np.isin(ids, list(SPECIAL))).tolist()),
+        punctuation=frozenset(np.flatnonzero(np.isin(ids, list(PUNCTUATION))).tolist()),
         rotate=rotate,
     )
 
@@ -460,6 +471,14 @@ def compare_call(driver, results, number, call):
             assert difference < TOLERANCE[driver.dtype], f"outputs differ by {difference:.1e}: {where}"
 
 
+UNPROTECTED = {
+    **dict.fromkeys(SNAPS, {"obs_window": 1}),
+    "scissorhands": {"recent_window": 0},
+    "hashevict": {"num_sink": 0, "recent_window": 0},
+}
+"""Settings under which policies protect as little as they can."""
+
+
 def by_age(case):
     """What tells newest-first from anything else: the last tokens, for one row."""
     length = case.lengths[0]
@@ -492,7 +511,7 @@ def slow_if(condition, *values):
 @pytest.mark.parametrize("script", list(SCRIPTS))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy(policy, script, group, dtype):
-    if script == "only_steps" and policy in SNAPS:
+    if script == "only_steps" and policy in PROMPT_END:
         pytest.skip("decides at a prompt's end; see test_prompt_end_policies_refuse_streams")
     tokens = 16 if script == "prompt_and_steps" else 9
     layers, layer = (3, 1) if policy in ("random", "pyramidkv") else (1, 0)
@@ -524,7 +543,7 @@ def test_multi_token_steps_after_a_prompt(policy, after_prompt):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_budget_keeps_everything(policy):
-    case = make_case(policy, TURNS)
+    case = make_case(policy, TURNS, settings={"members": ("full",)} if policy == "fastgen" else None)
     driver = check(case)
     assert driver.kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
 
@@ -557,10 +576,10 @@ def test_nothing_warns():
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tiny_budgets(policy, tokens, script):
-    if script == "only_steps" and policy in SNAPS:
+    if script == "only_steps" and policy in PROMPT_END:
         pytest.skip("decides at a prompt's end")
     layers, layer = (3, 2) if policy == "pyramidkv" else (1, 0)
-    settings = {"obs_window": 1} if policy in SNAPS else {}
+    settings = UNPROTECTED.get(policy, {})
     check(make_case(policy, SCRIPTS[script], tokens, settings, layers=layers, layer=layer))
 
 
@@ -814,6 +833,70 @@ def test_group(policy, group):
         check(make_case(policy, TURNS, 9, {"group": group}, group=size))
 
 
+# One setting at a time, each at the values that differ from the default or lie at an end.
+SEEDS = {
+    "scissorhands": {
+        "obs_window": (1, 3, 8, 17, 400),
+        "recent_window": (0, 1, 8),
+        "num_sink": (2,),
+        "drop_share": (0.0, 0.1, 0.29, 1.0),
+        "count": ("high",),
+        "threshold": ("held",),
+        "group": ("max", "sum", "first"),
+    },
+    "hashevict": {
+        "bits": (1, 4, 8, 24, 64),
+        "probe": ("key",),
+        "prompt": ("recent",),
+        "num_sink": (0, 4),
+        "recent_window": (0, 1, 8),
+        "seed": (7,),
+    },
+    "hyde": {
+        "action": ("fade", "evict"),
+        "attention_weight": (0.0, 2.0),
+        "norm_weight": (0.0, 2.0),
+        "decay": (0.5, 1.0),
+        "window_share": (0.0, 0.5, 1.0),
+        "min_decay": (0.01, 1.0),
+        "power": (0.0, 0.5, 3.0),
+        "group": ("max", "sum", "first"),
+        "num_sink": (2,),
+        "recent_window": (4,),
+    },
+    "fastgen": {
+        "threshold": (0.0, 0.4, 0.85, 1.0),
+        "recovery": ("l1",),
+        "local_share": (0.0, 0.1, 1.0),
+        "frequent_share": (0.0, 0.1, 1.0),
+        "members": (
+            ("full",),
+            ("local", "full"),
+            ("frequent", "special"),
+            ("special+punct", "special+punct+local"),
+            ("special", "special+frequent", "special+frequent+local", "full"),
+        ),
+        "group": ("max", "sum", "first"),
+        "num_sink": (2,),
+        "recent_window": (3,),
+        "keep_special": (True,),
+    },
+}
+VARIED = [(policy, name, value) for policy, settings in SEEDS.items() for name, values in settings.items() for value in values]
+
+
+@pytest.mark.parametrize(("policy", "name", "value"), VARIED, ids=str)
+def test_each_setting(policy, name, value):
+    """Over turns, padded batches, chunks and streams, under a budget and (where a profile decides) without one."""
+    for script in (TURNS, (*prompt(21, 30, 12, side="left"), *steps(9, 3), *prompt(5, 0, 8), *steps(2, 3)), CHUNKS):
+        check(make_case(policy, script, 11, {name: value}, group=3))
+    if policy == "fastgen":
+        check(make_case(policy, TURNS, None, {name: value}, group=2, seed=3), "float32")
+    else:
+        check(make_case(policy, (*stream(30), *steps(3)), 11, {name: value}, group=2), "float32")
+        check(make_case(policy, ONLY_STEPS, 14, {name: value}, kv_heads=1, group=4), "bfloat16")
+
+
 @pytest.mark.parametrize("heavy_share", [0.0, 0.25, 0.29, 0.5, 1.0])
 def test_heavy_share(heavy_share):
     for tokens in (9, 10):
@@ -936,7 +1019,7 @@ def test_layers_of_one_cache_do_not_meet():
 @pytest.mark.parametrize("script", ["turns", "only_steps", pytest.param("chunks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_window(policy, script, window):
-    if script == "only_steps" and policy in SNAPS:
+    if script == "only_steps" and policy in PROMPT_END:
         pytest.skip("decides at a prompt's end")
     check(make_case(policy, SCRIPTS[script], 9, window=window))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,22 +29,6 @@ def judge(policy: Policy, step: Step, window: int | None, special_ids: Tensor | 
         scores = scores.float() if not scores.is_floating_point() else scores
         scores = merge_group(scores[:, None], "mean").expand_as(scores)
     return scores, tiers
-
-
-def lengths_after(lengths: np.ndarray, arrived: np.ndarray, limit: np.ndarray, target: np.ndarray, before: bool) -> np.ndarray:
-    """Tokens that rows hold once `arrived` more have come, one by one, each with a decision where it is due.
-
-    All (batch, kv_heads), `arrived` (batch, 1). What kernels do, done on the host, so that nobody need ask the device.
-    """
-    if target is limit or (target >= limit).all():
-        return np.where(arrived > 0, np.minimum(lengths + arrived, limit), lengths)
-    for token in range(int(arrived.max(initial=0))):
-        comes = token < arrived
-        if before:
-            lengths = np.where(comes & (lengths >= limit), np.minimum(target, limit - 1), lengths) + comes
-        else:
-            lengths = np.where(comes & (lengths + 1 > limit), np.minimum(target, limit), lengths + comes)
-    return lengths
 
 
 def _between_turns(step: Step) -> Scores:

@@ -331,7 +331,7 @@ class KVCache(Cache):
         filled = [layer for layer in self.layers if layer.store is not None]
         seen = sum(int(layer.row_seen.sum()) * layer.store.lengths.shape[1] for layer in filled)
         kept = sum(int(layer.store.lengths.sum()) for layer in filled)
-        own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.limit_tensors)]
+        own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.own_tensors)]
         state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables.values())
         state += sum(tensor.untyped_storage().nbytes() for tensor in own)
         return Memory(

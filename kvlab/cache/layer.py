@@ -6,6 +6,7 @@ decide). This module knows the timing rule and no policy by name; the model is k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,21 +18,23 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvlab import selection
 from kvlab.cache.call import Call
-from kvlab.cache.decide import judge, lengths_after
+from kvlab.cache.decide import judge
+from kvlab.cache.limits import RowLimits, unlimited
+from kvlab.cache.replay import replay_by_kernel, replay_by_steps
 from kvlab.cache.rotation import RotaryTable, Rotation
+from kvlab.cache.scan import arrivals_of, lengths_after, move_state, with_source
 from kvlab.cache.store import SlotStore, View
+from kvlab.cache.voters import Voters
 from kvlab.kernels import reference
-from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
+from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.dispatch import EvictScan, Kernels, choose
 from kvlab.kernels.reference import AttentionRule, accumulate_type, merge_group
+from kvlab.measure import now as time
 from kvlab.policies.base import RANK, SCORE, Policy
-from kvlab.shapes import Arrival, Keys, Outputs, Queries, Scores, Step, Tiers
+from kvlab.shapes import Arrival, Kept, Keys, Look, Outputs, Queries, Scores, Step, Tiers
 
 if TYPE_CHECKING:
     from kvlab.cache.kv_cache import KVCache
-
-UNLIMITED = 2**40
-"""More tokens than any row will ever hold."""
 
 NOTHING_SEEN = np.zeros(0, dtype=np.int64)
 
@@ -59,16 +62,15 @@ class KVLayer(CacheLayerMixin):
         self.store: SlotStore | None = None
         self.row_seen = NOTHING_SEEN  # (batch,); arrays of lengths and limits are replaced, never changed in place
         self.turn_start: np.ndarray | None = None  # `row_seen` when the open turn began
-        self.limit: np.ndarray | None = None  # (batch, kv_heads) tokens; None before the first budget
-        self.target = self.room = NOTHING_SEEN  # tokens that a decision leaves, and slots that rows may have: one more
-        # than the limit where a new token comes in before one leaves
-        self.limits: Limits | None = None  # the same on the device
+        self.limits: RowLimits | None = None  # None before the first budget
         self.steady: np.ndarray | None = None  # lengths that stay: each new token makes one leave, and has room
         self.back_end: Kernels | None = None
         self.rule = AttentionRule(scaling=1.0)
         self.rotation: Rotation | None = None  # of the current call, left here by the attention modules' pre-hook
         self.table: RotaryTable | None = None
-        self.voters: tuple[Queries, Tensor] | None = None  # the turn's last queries and their positions (batch, queries)
+        self.voters: Voters | None = None  # the open turn's last queries
+        self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
+        self.profile_s: float | None = None  # seconds which that took
 
     # ------------------------------------------------------------------- what transformers asks of a cache layer
 
@@ -111,11 +113,10 @@ class KVLayer(CacheLayerMixin):
         self.store.select_rows(rows)
         self.batch_size = len(rows)
         self.row_seen = row_seen
-        if self.limit is not None:
-            self._set_limit(self.limit[rows.numpy()])
-        if self.voters is not None:
-            queries, positions = self.voters
-            self.voters = (queries[rows.to(queries.device)], positions[rows.to(positions.device)])
+        if self.limits is not None:
+            self._set_limits(self.limits.budget[rows.numpy()])
+        self.profile = {name: part[rows.to(part.device)] for name, part in self.profile.items()}
+        self.voters = None if self.voters is None else self.voters.rows(rows)
 
     def fork(self, cache: KVCache, keep_limit: bool = True) -> KVLayer:
         """An independent copy that belongs to another cache; under no limit if that is not to be kept."""
@@ -128,7 +129,8 @@ class KVLayer(CacheLayerMixin):
                 name = cache.plan.policy.name
                 raise ValueError(f"a fork for {name} needs {', '.join(sorted(lacking))} of each token, which this cache lacks")
             other.store.without(held - needed)
-            other._set_limit(other._cap(other._unlimited()))
+            other._set_limits(unlimited(other.store.lengths.shape))
+            other.profile = {}
         return other
 
     # ---------------------------------------------------------------------------------------------- attention
@@ -179,7 +181,7 @@ class KVLayer(CacheLayerMixin):
             kinds["token_ids"] = (torch.int32, ())
         if self.policy.ranks_after_prompt:
             kinds[RANK] = (accumulate_type(key), ())
-        return kinds | {name: (kind.dtype, kind.shape) for name, kind in self.policy.state.items()}
+        return kinds | {name: (kind.dtype, kind.shape) for name, kind in self.policy.token_state().items()}
 
     def _arriving_state(self, arrival: Arrival, call: Call) -> dict[str, Tensor]:
         """State that tokens bring along: (batch, kv_heads or 1, tokens, ...)."""
@@ -199,7 +201,10 @@ class KVLayer(CacheLayerMixin):
         if self.turn_start is None:
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
         output, placed = self._take_in(queries, arrival, call, counted=True)
-        self._remember_voters(placed, call.positions)
+        seen = queries if self.policy.replays_prompt else placed
+        voters, count = self.voters, self.policy.voting
+        new = Voters(seen, call.positions)
+        self.voters = new.last(count) if voters is None else voters.then(seen, call.positions, count)
         self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
         if not self.cache.turn_open:
             self.close_turn()
@@ -222,6 +227,9 @@ class KVLayer(CacheLayerMixin):
         causal = alone and view.full and not call.padded
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
         places = (call.positions, view.positions, self.rule)
+        if (simulation := self.cache.plan.simulation) is not None:
+            assert alone, "a simulation reads whole texts"
+            return simulation(queries, keys, view.values, *places), queries
         group = self.policy.group if counted and "mass" in self.policy.needs else None
         if group is None and self.rule.fused:
             return reference.attend(queries, keys, view.values, *places, causal=causal), queries
@@ -238,32 +246,25 @@ class KVLayer(CacheLayerMixin):
             row = int(self.row_seen.argmin())
             raise ValueError(f"row {row} of the batch has pads only; give every prompt at least one token")
         came = (self.row_seen > self.turn_start)[:, None]  # a row that got pads only is left as it is
-        before = self.limit if self.limit is not None else self._unlimited()
-        self._set_limit(np.where(came, self._limit_from(self.cache.budgets(self.row_seen)), before))
-        assert self.limit is not None
-        ranks = self.policy.ranks_after_prompt and bool((self.limit < UNLIMITED).any())
-        if (came & (ranks | (self.store.lengths > self.limit))).any():
+        none = unlimited(self.store.lengths.shape)
+        before = none if self.limits is None else self.limits.budget
+        self._set_limits(np.where(came, self._budget_from(self.cache.budgets(self.row_seen)), before))
+        assert self.limits is not None
+        policy = self.policy
+        due = policy.chooses or (policy.ranks_after_prompt and not self.limits.none)
+        if policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():
             self._decide_turn(came, before)
-        if not self.policy.holds_budget_after_prompt:
-            self._set_limit(np.where(came, self._cap(self._unlimited()), before))
-        self.store.trim(self.room)
+        if not policy.holds_budget_after_prompt:
+            self._set_limits(np.where(came, none, before))
+        self.store.trim(self.limits.room)
         self.turn_start = self.voters = None
-
-    def _remember_voters(self, queries: Queries, positions: Tensor) -> None:
-        """Keep the last `obs_window` queries of the turn, each row's own last ones where rows are padded."""
-        if self.voters is not None:
-            queries = torch.cat([self.voters[0], queries], 3)
-            positions = torch.cat([self.voters[1], positions], 1)
-        last = positions.argsort(dim=1, stable=True)[:, -self.policy.obs_window :]  # pads, at -1, come first
-        index = last[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[-1])
-        self.voters = (queries.gather(3, index), positions.gather(1, last))
 
     # ------------------------------------------------------------------------------------------------- steps
 
     def _steps(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """Each token as if it were decoded."""
-        if self.limit is None:
-            self._set_limit(self._limit_from(self.cache.stream_budgets(len(call.seen))))
+        if self.limits is None:
+            self._set_limits(self._budget_from(self.cache.stream_budgets(len(call.seen))))
         rule = self.cache.plan.rule
         scan = None if rule is None else self._kernels(arrival.keys).evict_scan
         steps = self._one_step if rule is None or scan is None else partial(self._scan, scan, rule)
@@ -282,51 +283,53 @@ class KVLayer(CacheLayerMixin):
 
     def _quiet_tokens(self, tokens: int) -> int:
         """How many of the next tokens can come before any could leave; 0 where each must be placed anew."""
-        if self.policy.rolling:
+        policy, limits = self.policy, self.limits
+        assert limits is not None
+        if policy.rolling or policy.chooses or policy.remembers or limits.fade is not None:
             return 0
-        assert self.limit is not None
-        return min(tokens, int((self.limit - self._held.lengths).min()))
+        return min(tokens, int((limits.limit - self._held.lengths).min()))
 
     def _scan(self, scan: EvictScan, rule: ScanRule, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """All steps at once, by a kernel that works on the store in place."""
-        store, limit, limits = self._held, self.limit, self.limits
-        assert limit is not None and limits is not None
+        store, limits = self._held, self.limits
+        assert limits is not None
+        limit, before = limits.limit, limits.device.before
         steady = store.lengths is self.steady
         if not steady:
-            store.reserve(self.room, None, call.arrived, beyond=not limits.before)
-            least = np.minimum(store.lengths + call.arrived, self.room)
+            store.reserve(limits.room, None, call.arrived, beyond=not before)
+            least = np.minimum(store.lengths + call.arrived, limits.room)
             assert (store.capacity >= least).all(), "kernels write where they are told"
         state = self._arriving_state(arrival, call)
-        slots = store.slots(rule.plane)
-        new = Arrivals(arrival.keys, arrival.values, call.positions, state.pop(rule.plane, None) if rule.plane else None)
+        slots = store.slots(rule.planes)
+        probes = self.policy.probes(queries, arrival) if rule.order == "distance" else None
+        new = arrivals_of(arrival, state, rule, probes)
         special = self.cache.special_ids(arrival.keys.device)
         if special is not None and call.token_ids is not None:
             new = replace(new, special=torch.isin(call.token_ids, special))
             slots = replace(slots, special=torch.isin(store.state["token_ids"], special))
-        moved = store.state_count > (rule.plane is not None)  # state that the kernel knows nothing of
+        moved = store.state_count > sum(name is not None for name in rule.planes)  # state that the kernel doesn't know
         if moved:
-            slots, new = _with_source(slots, new)
-        output = scan(queries, new, slots, limits, self.rule, rule)
+            slots, new = with_source(slots, new)
+        output = scan(queries, new, slots, limits.device, self._step_rule, rule)
         if not steady:
-            lengths = lengths_after(store.lengths, call.arrived, limit, self.target, limits.before)
+            lengths = lengths_after(store.lengths, call.arrived, limit, limits.target, before)
             store.scanned(lengths)
-            full = self.target is limit and (lengths == limit).all() and (store.capacity >= self.room).all()
+            full = limits.target is limit and (lengths == limit).all() and (store.capacity >= limits.room).all()
             self.steady = lengths if full else None
         if moved:
-            shape = arrival.keys.shape[:3]
-            others = {name: part.expand(*shape, *part.shape[3:]).flatten(0, 2) for name, part in state.items()}
             assert slots.source is not None
-            store.replace_state(others, slots.source, keep=rule.plane)
+            move_state(store, state, slots.source, rule, arrival.keys.shape[:3])
         self.row_seen = call.seen
         return output
 
     def _one_step(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
-        store, first_room = self._held, self.policy.phase == "before_attention"
+        store, limits, first_room = self._held, self.limits, self.policy.phase == "before_attention"
+        assert limits is not None
         rows = None if call.real is None else call.real[:, 0]
         self.row_seen = call.seen
         if first_room:
             self._decide_step(queries, call, store.view(), None, arrival)
-        store.reserve(self.room, rows)
+        store.reserve(limits.room, rows)
         store.insert(arrival.keys, arrival.values, call.positions, self._arriving_state(arrival, call), rows)
         view = store.view()
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
@@ -334,45 +337,84 @@ class KVLayer(CacheLayerMixin):
         if attention is not None and "mass" in self.policy.needs:
             received = merge_group(attention, self.policy.group)[:, :, 0]
             store.write_state("mass", view.state["mass"] + received, view)
+        if self.policy.remembers:
+            assert attention is not None, "a policy remembers what it asks for"
+            looks = partial(iter, [(attention, call.positions)])
+            self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
         if not first_room:
             self._decide_step(queries, call, view, attention, None)
         return output
 
     def _attend_step(self, queries: Queries, keys: Keys, view: View, call: Call) -> tuple[Outputs, Tensor | None]:
-        places = (call.positions, view.positions, self.rule)
-        wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention"})
+        rule = self._step_rule
+        places = (call.positions, view.positions, rule)
+        wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention", "looks"})
+        wanted |= self.policy.chooses
         decode = self._kernels(keys).decode_attend
         if decode is not None and self.table is None:
-            output, attention = decode(queries, self._held.slots(), call.positions, self.rule, want_weights=wanted)
+            output, attention = decode(queries, self._held.slots(), call.positions, rule, want_weights=wanted)
             return output, None if attention is None else attention[..., : view.positions.shape[-1]]
         if wanted:
             attention = reference.weights(queries, keys, *places)
             flat = attention.flatten(2, 3) @ view.values.to(attention.dtype)
             return flat.unflatten(2, attention.shape[2:4]), attention
-        seen = view.full and self.rule.window is None and not call.padded
+        seen = view.full and rule.window is None and not call.padded
         return reference.attend(queries, keys, view.values, *places, all_visible=seen), None
 
     # --------------------------------------------------------------------------------------------- decisions
 
     def _decide_turn(self, came: np.ndarray, before: np.ndarray) -> None:
         """Evict down to the budget in the rows to which tokens came."""
-        store = self._held
+        store, policy = self._held, self.policy
         view = store.view()
-        assert self.voters is not None and self.limit is not None
-        queries, query_positions = self.voters
-        attention = None
-        if "attention" in self.policy.needs:
-            attention = reference.weights(queries, self._placed_keys(view), query_positions, view.positions, self.rule)
+        assert self.voters is not None and self.limits is not None
+        queries, where = self.voters.queries, self.voters.positions
+        keys, attention = self._placed_keys(view), None
+        if "attention" in policy.needs:
+            attention = reference.weights(queries, keys, where, view.positions, self.rule)
         now = torch.from_numpy(self.row_seen - 1).to(view.positions.device)
-        step = self._step(view, queries, query_positions, now, attention, None, prompt_end=True)
-        scores, tiers = judge(self.policy, step, self.rule.window, self.cache.special_ids(view.positions.device))
-        if self.policy.ranks_after_prompt:
+        looks = partial(self.voters.looks, keys, view.positions, self.rule)
+        step = self._step(view, queries, where, now, attention, looks, prompt_end=True)
+        if policy.remembers:
+            step = self._remember(step, view)
+        if policy.chooses:
+            if not self.profile:
+                started = time(now.device)
+                self.profile = dict(policy.profile(step))
+                self.profile_s = time(now.device) - started
+            kept = policy.select(replace(step, profile=self.profile))
+            self._keep(kept | ~torch.from_numpy(came).to(kept.device)[..., None], view)
+            return
+        over = came & (store.lengths > self.limits.limit)
+        if policy.replays_prompt and over.any():
+            self._keep(self._replayed(step) | ~torch.from_numpy(over).to(now.device)[..., None], view)
+            return
+        scores, tiers = judge(policy, step, self.rule.window, self.cache.special_ids(view.positions.device))
+        if policy.ranks_after_prompt:
             self._remember_rank(scores, tiers, came, view)
-        split = self._cap(self.policy.head_budget(step, scores, tiers).cpu().numpy())
-        self._set_limit(np.where(came, split, before))
-        if (came & (store.lengths > split)).any():
-            budget = torch.from_numpy(np.where(came, split, store.lengths)).to(view.positions.device)
-            store.keep(selection.select(scores, step.positions, tiers, budget), view, self.room)
+        if type(policy).head_budget is not Policy.head_budget:
+            self._set_limits(np.where(came, policy.head_budget(step, scores, tiers).cpu().numpy(), before))
+        limit = self.limits.limit
+        if (came & (store.lengths > limit)).any():
+            budget = torch.from_numpy(np.where(came, limit, store.lengths)).to(view.positions.device)
+            store.keep(selection.select(scores, step.positions, tiers, budget), view, self.limits.room)
+
+    def _replayed(self, step: Step) -> Kept:
+        """What the turn's tokens would have left, had they come one by one."""
+        assert self.voters is not None and self.turn_start is not None and self.limits is not None
+        device, special = step.positions.device, self.cache.special_ids(step.positions.device)
+        start = torch.from_numpy(np.array(self.turn_start)).to(device)
+        rule, scan = self.cache.plan.rule, self._kernels(step.keys).evict_scan
+        if rule is None or scan is None:
+            return replay_by_steps(self.policy, step, self.voters, start, self.rule.window, special, self.limits.target)
+        ids = None if special is None or step.token_ids is None else torch.isin(step.token_ids, special)
+        return replay_by_kernel(self.policy, rule, scan, step, self.voters, start, self.limits.device, ids, self.rule)
+
+    def _remember(self, step: Step, view: View) -> Step:
+        """Let the policy write its own state."""
+        for name, dense in self.policy.remember(step).items():
+            self._held.write_state(name, dense, view)
+        return replace(step, state={name: view.state[name] for name in step.state})
 
     def _remember_rank(self, scores: Scores, tiers: Tiers, came: np.ndarray, view: View) -> None:
         """Scores of a turn's end, which decide what leaves until the next one; protected tokens weren't scored."""
@@ -384,22 +426,38 @@ class KVLayer(CacheLayerMixin):
         self, queries: Queries, call: Call, view: View, attention: Tensor | None, arriving: Arrival | None
     ) -> None:
         """Evict where a row is over its limit, or would be with the token about to arrive."""
-        store = self._held
-        assert self.limit is not None
-        room = self.limit if arriving is None else self.limit - 1
+        store, limits = self._held, self.limits
+        assert limits is not None
+        if self.policy.chooses:
+            step = self._step(view, queries, call.positions, call.newest[:, 0], attention, None)
+            kept = self.policy.select(step)
+            self._keep(kept if call.real is None else kept | ~call.positions.ge(0)[..., None], view)
+            return
+        room = limits.limit if arriving is None else limits.limit - 1
         over = store.lengths > room
         if call.real is not None:
             over &= call.real[:, :1]
         if not over.any():
             return
-        left = np.minimum(self.target, room)
-        step = self._step(view, queries, call.positions, call.newest[:, 0], attention, arriving, prompt_end=False)
+        left = np.minimum(limits.target, room)
+        step = self._step(view, queries, call.positions, call.newest[:, 0], attention, None, arriving)
         scores, tiers = judge(self.policy, step, self.rule.window, self.cache.special_ids(view.positions.device))
         if (store.lengths - left == 1)[over].all() and (store.lengths == store.capacity)[over].all():
             store.vacate(selection.victim(scores, step.positions, tiers), None if over.all() else over)
         else:
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
-            store.keep(selection.select(scores, step.positions, tiers, budget), view, self.room)
+            store.keep(selection.select(scores, step.positions, tiers, budget), view, limits.room)
+
+    def _keep(self, kept: Kept, view: View) -> None:
+        """Drop all but these, in place where a row loses one token at most."""
+        assert self.limits is not None
+        gone = (view.positions >= 0) & ~kept
+        counts = gone.sum(-1)
+        most = int(counts.max())
+        if most == 1 and self.turn_start is None:
+            self._held.vacate(gone.long().argmax(-1), counts.bool().cpu().numpy())
+        elif most:
+            self._held.keep(kept & (view.positions >= 0), view, self.limits.room)
 
     def _step_of(self, arrival: Arrival, call: Call) -> Step:
         """New tokens for a policy that scores each token once, by what it is alone."""
@@ -413,6 +471,7 @@ class KVLayer(CacheLayerMixin):
             now=call.newest[:, -1],
             budget=nothing,
             recent=nothing,
+            grace=None,
             queries=arrival.keys[:, :, None],
             query_positions=arrival.positions,
             keys=arrival.keys,
@@ -429,9 +488,10 @@ class KVLayer(CacheLayerMixin):
         query_positions: Tensor,
         now: Tensor,
         attention: Tensor | None,
-        arriving: Arrival | None,
+        looks: Callable[[], Iterator[Look]] | None,
+        arriving: Arrival | None = None,
         *,
-        prompt_end: bool,
+        prompt_end: bool = False,
     ) -> Step:
         """What the policy may look at."""
         assert self.limits is not None
@@ -442,49 +502,47 @@ class KVLayer(CacheLayerMixin):
             prompt_end=prompt_end,
             positions=view.positions,
             now=now,
-            budget=self.limits.limit,
-            recent=self.limits.recent,
+            budget=self.limits.device.limit,
+            recent=self.limits.device.recent,
+            grace=self.limits.device.grace,
             queries=queries,
             query_positions=query_positions,
             keys=view.keys,
             values=view.values,
             arriving=arriving,
             attention=attention,
+            looks=looks,
             mass=state.pop("mass", None),
             token_ids=state.pop("token_ids", None),
             sample_ids=self.cache.sample_keys(len(self.row_seen), view.positions.device),
             state=state,
+            profile=self.profile,
+            window=self.rule.window,
+            vocab=self.cache.plan.vocab,
         )
 
     # ------------------------------------------------------------------------------------------------- limits
 
-    def _set_limit(self, limit: np.ndarray) -> None:
-        """Tokens that each row may hold from now on, (batch, kv_heads), and what follows from it on the device."""
-        self.limit, self.steady = limit, None
-        device, policy = self._held.keys.device, self.policy
-        before = policy.phase == "before_attention"
-        self.target = policy.target(limit)
-        self.room = limit + (not before)
-        budget, target = (torch.from_numpy(np.array(counts)).to(device) for counts in (limit, self.target))
-        self.limits = Limits(budget, target, policy.recent(budget), policy.num_sink, before)
+    def _set_limits(self, budget: np.ndarray) -> None:
+        """Budget of each row from now on, (batch, kv_heads) tokens, and what follows from it."""
+        self.limits, self.steady = RowLimits(self.policy, budget, self.rule.window, self._held.keys.device), None
 
     @property
-    def limit_tensors(self) -> tuple[Tensor, ...]:
-        """Limits that are kept on the device."""
-        return () if self.limits is None else (self.limits.limit, self.limits.target, self.limits.recent)
+    def own_tensors(self) -> list[Tensor]:
+        """What is kept on the device beside the store: limits, and what the policy found out about heads."""
+        return [*([] if self.limits is None else self.limits.tensors), *self.profile.values()]
 
-    def _limit_from(self, budgets: np.ndarray | None) -> np.ndarray:
-        """Limit of every row from the budgets of all layers, (layers, batch) or None."""
+    def _budget_from(self, budgets: np.ndarray | None) -> np.ndarray:
+        """Budget of every row from those of all layers, (layers, batch) or None."""
         if budgets is None:
-            return self._cap(self._unlimited())
-        return self._cap(np.repeat(budgets[self.layer_idx][:, None], self._held.lengths.shape[1], axis=1))
+            return unlimited(self._held.lengths.shape)
+        return np.repeat(budgets[self.layer_idx][:, None], self._held.lengths.shape[1], axis=1)
 
-    def _cap(self, limit: np.ndarray) -> np.ndarray:
-        """A sliding-window layer holds its window at most."""
-        return limit if self.rule.window is None else np.minimum(limit, self.rule.window)
-
-    def _unlimited(self) -> np.ndarray:
-        return np.full(self._held.lengths.shape, UNLIMITED, dtype=np.int64)
+    @property
+    def _step_rule(self) -> AttentionRule:
+        """How tokens attend at steps, where a policy may let old ones fade."""
+        fade = None if self.limits is None else self.limits.fade
+        return self.rule if fade is None else replace(self.rule, fade=fade)
 
     def _kernels(self, keys: Keys) -> Kernels:
         if self.back_end is None:
@@ -516,10 +574,3 @@ class KVLayer(CacheLayerMixin):
 
     def _placed_queries(self, queries: Queries, query_positions: Tensor, view: View) -> Queries:
         return queries if self.table is None else self.table.place_queries(queries, query_positions, view.positions)
-
-
-def _with_source(slots: Slots, new: Arrivals) -> tuple[Slots, Arrivals]:
-    """Let a kernel say where each token was before: its slot, or the number of slots + its place among the new ones."""
-    total, shape = len(slots.positions), new.keys.shape[:3]
-    places = torch.arange(total + shape.numel(), dtype=torch.int32, device=new.keys.device)
-    return replace(slots, source=places[:total].clone()), replace(new, source=places[total:].view(shape))

@@ -12,6 +12,7 @@ import numpy as np
 from kvlab.budget import Budget, BudgetError, LayerGeometry
 from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Policy, PolicyError, rule_of
+from kvlab.shapes import Outputs
 from kvlab.vocab import Vocab
 
 
@@ -22,6 +23,7 @@ class Plan:
     layers    geometry of every layer; itemsize: bytes of one number in the model's dtype
     vocab     special and punctuation token ids, None without a tokenizer
     kernels   back end: auto, reference, cpu, gpu
+    simulation  attention of whole texts, in place of the model's own, where an eviction is only simulated
     """
 
     policy: Policy
@@ -30,6 +32,7 @@ class Plan:
     itemsize: int
     vocab: Vocab | None = None
     kernels: str = "auto"
+    simulation: Callable[..., Outputs] | None = None
     ended: Callable[[], bool] = field(default=lambda: False, compare=False)
     """Whether the session is over."""
 

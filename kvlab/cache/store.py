@@ -54,7 +54,7 @@ class SlotStore:
         self._device_lengths: Tensor | None = None
         self._device_offsets: Tensor | None = None
         self._dense_index: Tensor | None = None
-        self._slots_of: tuple[str | None, Slots] | None = None
+        self._slots_of: tuple[tuple[str | None, ...], Slots] | None = None
 
     @classmethod
     def empty(cls, keys: Keys, values: Values, state: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> SlotStore:
@@ -143,9 +143,10 @@ class SlotStore:
         keys, values, positions = (dense.pop(name) for name in ("keys", "values", "positions"))
         return View(keys, values, positions, dense, bool((self.lengths == width).all()), index)
 
-    def slots(self, value: str | None = None) -> Slots:
-        """What kernels work on; `value` names the plane that their rule keeps. After a scan call `scanned`."""
-        if self._slots_of is None or self._slots_of[0] != value:
+    def slots(self, names: tuple[str | None, str | None, str | None] = (None, None, None)) -> Slots:
+        """What kernels work on; the planes that their rule keeps: value, norm, bits. After a scan call `scanned`."""
+        if self._slots_of is None or self._slots_of[0] != names:
+            value, norm, bits = (None if name is None else self.planes[name] for name in names)
             slots = Slots(
                 keys=self.keys,
                 values=self.values,
@@ -153,22 +154,24 @@ class SlotStore:
                 offsets=self._row_offsets(),
                 lengths=self._row_lengths(),
                 widest=int(self.capacity.max(initial=0)),
-                value=None if value is None else self.planes[value],
+                value=value,
+                norm=norm,
+                bits=bits,
             )
-            self._slots_of = (value, slots)
+            self._slots_of = (names, slots)
         return self._slots_of[1]
 
     def scanned(self, lengths: Counts) -> None:
         """A kernel has changed the rows, and their lengths on the device too; these are the same on the host."""
         self._lengths = lengths
 
-    def replace_state(self, incoming: Mapping[str, Tensor], source: Tensor, keep: str | None) -> None:
-        """State, but for the plane `keep`, of tokens that a kernel moved. incoming: (arrived, ...) by name, 0 if left out.
+    def replace_state(self, incoming: Mapping[str, Tensor], source: Tensor, keep: Iterable[str | None] = ()) -> None:
+        """State, but for the planes `keep`, of tokens that a kernel moved. incoming: (arrived, ...) by name, 0 if left out.
 
         source (total_slots,): the slot where a token was before, or total_slots + its number among those that arrived.
         """
         for name, plane in self.state.items():
-            if name == keep:
+            if name in keep:
                 continue
             if name in incoming:
                 self.planes[name] = torch.cat([plane, incoming[name].to(plane.dtype)])[source]

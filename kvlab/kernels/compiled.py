@@ -19,8 +19,8 @@ from numba.extending import intrinsic, overload
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 INFINITY = np.float32(np.inf)
 # Places in contract.OBSERVE, contract.ORDER and contract.GROUPS; those that aren't named need no code of their own.
-SUM, LAST = 1, 2
-VALUE, RANKED = 1, 2
+SUM, LAST, MARKS = 1, 2, 3
+VALUE, RANKED, COUNT, DISTANCE, DECAYED = 1, 2, 3, 4, 5
 MEAN, MAX, FIRST = 0, 2, 3
 DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
 COLUMNS = 512  # slots whose mass is added up at a time, so that it stays in the innermost cache
@@ -32,6 +32,12 @@ COLUMNS = 512  # slots whose mass is added up at a time, so that it stays in the
 def _float_of_bits(context: Any, bits: Any) -> Any:
     """The float32 with these 32 bits."""
     return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def _ones(context: Any, bits: Any) -> Any:
+    """How many bits of an unsigned number are set."""
+    return bits(bits), lambda _, builder, __, args: builder.ctpop(args[0])
 
 
 def _as_float(number):  # type: ignore[no-untyped-def]  # numba wants the overload's very signature
@@ -169,9 +175,22 @@ def _exponentials(logits: Any, scale: Any, softcap: Any, sink: Any) -> Any:
 
 
 @njit(fastmath=FAST)
+def _fade(logits: Any, positions: Any, now: int, scale: Any, softcap: Any, fade: Any, grace: int) -> None:
+    """Raw logits are scaled and capped, and those of old tokens lowered."""
+    slope, floor, num_sink = fade
+    if softcap > 0:
+        _cap(logits, scale, softcap)
+        scale = np.float32(1)
+    for i in range(logits.shape[0]):
+        over = max(now - positions[i] - grace, 0)
+        lost = max(slope * np.float32(over), floor)
+        logits[i] = logits[i] * scale + (lost if positions[i] >= num_sink else np.float32(0))
+
+
+@njit(fastmath=FAST)
 def _attend(
-    query: Any, keys: Any, values: Any, positions: Any, start: int, count: int, now: int, numbers: Any, sinks: Any, out: Any,
-    weights: Any,
+    query: Any, keys: Any, values: Any, positions: Any, start: int, count: int, now: int, numbers: Any, sinks: Any, fade: Any,
+    grace: int, out: Any, weights: Any,
 ) -> None:  # fmt: skip
     """One row: attention of query (group, dim) over its first `count` slots; out (group, dim), weights (group, >= count)."""
     scale, softcap, window = numbers
@@ -185,7 +204,11 @@ def _attend(
                 weights[g, i] = -INFINITY
     for g in range(query.shape[0]):
         row = weights[g, :count]
-        factor = _exponentials(row, scale, softcap, sinks[g])
+        if fade[0] < 0:
+            _fade(row, places, now, scale, softcap, fade, grace)
+            factor = _exponentials(row, np.float32(1), np.float32(0), sinks[g])
+        else:
+            factor = _exponentials(row, scale, softcap, sinks[g])
         for i in range(count):
             row[i] *= factor
     _mix(weights, values[start:end], out)
@@ -234,6 +257,78 @@ def _sort_values(value: Any, positions: Any, order: int, limit: int, out: Any) -
 
 
 @njit
+def _count_bits(bits: Any, sign: Any, out: Any) -> None:
+    """out[i] = sign * how many bits of slot i are set."""
+    for i in range(bits.shape[0]):
+        total = np.int64(0)
+        for j in range(bits.shape[1]):
+            total += np.int64(_ones(bits[i, j]))
+        out[i] = sign * np.float32(total)
+
+
+@njit(fastmath=FAST)
+def _differences(bits: Any, probe: Any, out: Any) -> None:
+    """out[i] -= in how many bits slot i differs from the probe."""
+    if bits.shape[1] == 1:
+        column, wanted = bits[:, 0], probe[0]
+        for i in range(column.shape[0]):
+            out[i] -= np.float32(np.int32(_ones(column[i] ^ wanted)))
+        return
+    for i in range(bits.shape[0]):
+        total = np.int32(0)
+        for j in range(bits.shape[1]):
+            total += np.int32(_ones(bits[i, j] ^ probe[j]))
+        out[i] -= np.float32(total)
+
+
+@njit
+def _nearness(bits: Any, probes: Any, out: Any) -> None:
+    """out[i] = minus the distances of slot i's bits from all probes; several bytes at once where they come to whole words."""
+    out[:] = np.float32(0)
+    count = bits.shape[1]
+    for p in range(probes.shape[0]):
+        if count % 8 == 0:
+            _differences(bits.view(np.uint64), probes[p].view(np.uint64), out)
+        elif count % 4 == 0:
+            _differences(bits.view(np.uint32), probes[p].view(np.uint32), out)
+        elif count % 2 == 0:
+            _differences(bits.view(np.uint16), probes[p].view(np.uint16), out)
+        else:
+            _differences(bits, probes[p], out)
+
+
+@njit
+def _decayed(value: Any, norm: Any, positions: Any, now: int, grace: int, decay: Any, out: Any) -> None:
+    """What is left of each slot's importance at its age."""
+    slope, floor, power, value_weight, norm_weight = decay
+    most_value, most_norm = np.float32(0), np.float32(0)
+    for i in range(positions.shape[0]):
+        most_value, most_norm = max(most_value, value[i]), max(most_norm, norm[i])
+    by_value = value_weight / most_value if most_value > 0 else np.float32(0)
+    by_norm = norm_weight / most_norm if most_norm > 0 else np.float32(0)
+    for i in range(positions.shape[0]):
+        over = max(now - positions[i] - grace, 0)
+        influence = max(np.exp(slope * np.float32(over)), floor)
+        out[i] = influence * (by_value * value[i] + by_norm * norm[i]) ** power
+
+
+@njit
+def _mark(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any, bits: Any) -> None:
+    """A bit of each slot: whether this query's attention was low."""
+    window, high, of_held, below = marks
+    merged[:held] = np.float32(0)
+    _merge(weights, held, merge, np.float32(1), merged)
+    bound = below / np.float32(held if of_held else now + 1)
+    place = now % window
+    byte, bit = place >> 3, np.uint8(1 << (place & 7))
+    for i in range(held):
+        if (merged[i] < bound) != high:
+            bits[i, byte] |= bit
+        else:
+            bits[i, byte] &= ~bit
+
+
+@njit
 def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int) -> int:
     """Which of a row's tokens leaves: the lowest by tier of protection, then by `by`, then the oldest."""
     best, best_tier, best_key, best_position = 0, SINK + 1, INFINITY, 0
@@ -258,7 +353,7 @@ def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent
 @njit
 def _drop(planes: Any, start: int, slot: int, last: int) -> None:
     """Remove a row's token: its last one moves into the gap."""
-    keys, values, positions, value, special, source = planes
+    keys, values, positions, value, special, source, norm, bits = planes
     gap, end = start + slot, start + last
     if gap != end:
         keys[gap] = keys[end]
@@ -270,27 +365,41 @@ def _drop(planes: Any, start: int, slot: int, last: int) -> None:
             special[gap] = special[end]
         if source.size > 0:
             source[gap] = source[end]
+        if norm.size > 0:
+            norm[gap] = norm[end]
+        if bits.size > 0:
+            bits[gap] = bits[end]
     positions[end] = -1
 
 
 @njit
 def _drop_to(
     room: Any, planes: Any, offsets: Any, lengths: Any, first: int, rows: int, now: int, window: int, limits: Any, order: int,
-    shared: Any, by: Any,
+    high: bool, decay: Any, probes: Any, shared: Any, by: Any,
 ) -> None:  # fmt: skip
     """Let tokens of a unit's rows leave until each holds `room` at most; all rows drop the same slots.
 
     shared: the rows' common values; of size 0 where the only row's own are to be read
     """
-    positions, value, special = planes[2], planes[3], planes[4]
-    limit, recent, num_sink = limits
-    start = offsets[first]
+    positions, value, special, norm, bits = planes[2], planes[3], planes[4], planes[6], planes[7]
+    limit, recent, num_sink, grace = limits
+    start, scored = offsets[first], False
     while lengths[first] > room:
         count = lengths[first]
         places = positions[start : start + count]
-        held = value[start : start + count] if shared.size == 0 and value.size > 0 else shared
-        _sort_values(held, places, order, limit[first], by)
+        if order == RANKED or not scored:  # the others judge all at once
+            held = value[start : start + count] if shared.size == 0 and value.size > 0 else shared
+            if order == COUNT:
+                _count_bits(bits[start : start + count], np.float32(1 if high else -1), by)
+            elif order == DISTANCE:
+                _nearness(bits[start : start + count], probes, by)
+            elif order == DECAYED:
+                _decayed(held, norm[start : start + count], places, now, grace[first], decay, by)
+            else:
+                _sort_values(held, places, order, limit[first], by)
+            scored = True
         slot = _victim(by, places, special[start : start + count], now, window, recent[first], num_sink)
+        by[slot] = by[count - 1]
         if shared.size > 0:
             shared[slot] = shared[count - 1]
         for row in range(first, first + rows):
@@ -315,23 +424,30 @@ def _mean_value(value: Any, offsets: Any, first: int, rows: int, count: int, out
 def scan(
     first_unit: int, end_unit: int,
     queries: Any, new_keys: Any, new_values: Any, new_positions: Any, new_value: Any, new_special: Any, new_source: Any,
-    planes: Any, offsets: Any, lengths: Any, limit: Any, target: Any, recent: Any, sinks: Any, numbers: Any, widest: int,
-    num_sink: int, before: bool, rule: Any, coupled: bool, out: Any,
+    new_norm: Any, new_bits: Any, probes: Any, planes: Any, offsets: Any, lengths: Any, limit: Any, target: Any, recent: Any,
+    grace: Any, sinks: Any, numbers: Any, fade: Any, fade_grace: Any, widest: int, num_sink: int, before: bool, rule: Any,
+    marks: Any, decay: Any, coupled: bool, out: Any,
 ) -> None:  # fmt: skip
-    """Units first_unit to end_unit - 1. queries, out (rows, group, tokens, dim); new_... (rows, tokens, ...)."""
+    """Units first_unit to end_unit - 1. queries, out (rows, group, tokens, dim); new_... (rows, tokens, ...).
+
+    probes (rows, probes, tokens, bytes). Without dims nothing attends.
+    """
     rows, group, tokens, dim = queries.shape
     sequences = new_positions.shape[0]
     heads = rows // sequences
     unit = heads if coupled else 1
     observe, order, merge = rule
+    high = marks[1]
     for u in range(first_unit, end_unit):
-        keys, values, positions, value, special, source = planes
+        keys, values, positions, value, special, source, norm, bits = planes
         window = numbers[2]
-        limits = (limit, recent, num_sink)
+        limits = (limit, recent, num_sink, grace)
         query = np.empty((group, dim), np.float32)
         mixed = np.empty((group, out.shape[3]), np.float32)
         weights = np.empty((group, widest), np.float32)
         by = np.empty(widest, np.float32)
+        merged = np.empty(widest if observe == MARKS else 0, np.float32)
+        probe = np.empty((probes.shape[1], probes.shape[3]), np.uint8)
         mean_of_plane = unit > 1 and value.size > 0 and observe != LAST
         shared = np.zeros(widest if observe == LAST or mean_of_plane else 0, np.float32)
         first = u * unit
@@ -341,11 +457,15 @@ def scan(
                 for row in range(first, first + unit):
                     out[row, :, t] = np.float32(0)
                 continue
+            for p in range(probe.shape[0]):
+                probe[p] = probes[first, p, t]
             if before and lengths[first] >= limit[first]:
                 if mean_of_plane:
                     _mean_value(value, offsets, first, unit, lengths[first], shared)
                 room = min(target[first], limit[first] - 1)
-                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, shared, by)
+                _drop_to(
+                    room, planes, offsets, lengths, first, unit, now, window, limits, order, high, decay, probe, shared, by
+                )  # fmt: skip
             if observe == LAST:
                 shared[: lengths[first] + 1] = np.float32(0)
             for row in range(first, first + unit):
@@ -360,21 +480,37 @@ def scan(
                     special[place] = new_special[row // heads, t] if new_special.size > 0 else False
                 if source.size > 0:
                     source[place] = new_source[row, t] if new_source.size > 0 else -1
+                if norm.size > 0:
+                    norm[place] = new_norm[row, t] if new_norm.size > 0 else np.float32(0)
+                if bits.size > 0:
+                    if new_bits.size > 0:
+                        bits[place] = new_bits[row, t]
+                    else:
+                        bits[place] = np.uint8(0)
                 lengths[row] += 1
+                if dim == 0:
+                    continue
                 for g in range(group):
                     for j in range(dim):
                         query[g, j] = _as_float(queries[row, g, t, j])
-                _attend(query, keys, values, positions, start, lengths[row], now, numbers, sinks[row % heads], mixed, weights)
+                _attend(
+                    query, keys, values, positions, start, lengths[row], now, numbers, sinks[row % heads], fade,
+                    fade_grace[row] if fade_grace.size > 0 else 0, mixed, weights,
+                )  # fmt: skip
                 out[row, :, t] = mixed
                 if observe == SUM:
                     _merge(weights, lengths[row], merge, np.float32(1), value[start:])
+                elif observe == MARKS:
+                    _mark(weights, lengths[row], now, merge, marks, merged, bits[start:])
                 elif observe == LAST:
                     _merge(weights, lengths[row], merge, np.float32(1) / np.float32(unit), shared)
             if not before and lengths[first] > limit[first]:
                 if mean_of_plane:
                     _mean_value(value, offsets, first, unit, lengths[first], shared)
                 room = min(target[first], limit[first])
-                _drop_to(room, planes, offsets, lengths, first, unit, now, window, limits, order, shared, by)
+                _drop_to(
+                    room, planes, offsets, lengths, first, unit, now, window, limits, order, high, decay, probe, shared, by
+                )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- attention over slots
@@ -384,7 +520,7 @@ def scan(
 def decode(
     first_row: int, end_row: int,
     queries: Any, keys: Any, values: Any, positions: Any, offsets: Any, lengths: Any, query_positions: Any, sinks: Any,
-    numbers: Any, widest: int, out: Any, weights: Any,
+    numbers: Any, fade: Any, fade_grace: Any, widest: int, out: Any, weights: Any,
 ) -> None:  # fmt: skip
     """Rows first_row to end_row - 1. queries, out (rows, group, queries, dim).
 
@@ -405,7 +541,10 @@ def decode(
                 for j in range(dim):
                     query[g, j] = _as_float(queries[row, g, t, j])
             held = lengths[row]
-            _attend(query, keys, values, positions, offsets[row], held, now, numbers, sinks[row % heads], mixed, found)
+            grace = fade_grace[row] if fade_grace.size > 0 else 0
+            _attend(
+                query, keys, values, positions, offsets[row], held, now, numbers, sinks[row % heads], fade, grace, mixed, found
+            )  # fmt: skip
             out[row, :, t] = mixed
             if weights.size > 0:
                 weights[row, :, t, :held] = found[:, :held]

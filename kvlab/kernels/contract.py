@@ -13,9 +13,40 @@ from torch import Tensor
 
 from kvlab.shapes import Keys, PerHead, QueryPositions, Scores, Values
 
-OBSERVE = ("nothing", "sum", "last")
-ORDER = ("age", "value", "ranked")
+OBSERVE = ("nothing", "sum", "last", "marks")
+ORDER = ("age", "value", "ranked", "count", "distance", "decayed")
 GROUPS = ("mean", "sum", "max", "first")
+HAIR = 2.0**-10
+"""By which part attention must be below a bound to count as below, so that equal attention isn't by rounding."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """At which of the last `window` queries a token's attention, merged over its group, was low: a bit for each query, that
+    of position p at place p mod window. Bits of queries from before the token came are 0.
+
+    high  the bit says the opposite: that attention was not low
+    of    low is below 1 / this number: tokens `seen` by then, or tokens that the row `held`, the query's own included
+    """
+
+    window: int
+    high: bool = False
+    of: Literal["seen", "held"] = "seen"
+
+
+@dataclass(frozen=True)
+class Decay:
+    """What orders tokens that lose importance with age: influence * importance ** power.
+
+    influence = max(floor, rate ** max(0, age - grace)), with the grace of `Limits`; importance = value_weight * value / the
+    row's largest + norm_weight * norm / the row's largest
+    """
+
+    rate: float
+    floor: float
+    power: float
+    value_weight: float
+    norm_weight: float
 
 
 @dataclass(frozen=True)
@@ -23,21 +54,28 @@ class ScanRule:
     """How per-step eviction may be replayed over known tokens.
 
     observe  what a step's attention, merged over a KV head's query heads, does to each held token's value:
-             `nothing`; `sum`: is added; `last`: replaces it, and isn't kept between calls
+             `nothing`; `sum`: is added; `last`: replaces it, and isn't kept between calls; `marks`: sets a bit, see `Marks`
     order    which unprotected token leaves first: `age`: the oldest; `value`: the one with the lowest value;
              `ranked`: the lowest value while more than half of the limit is held by tokens whose value is finite, then the
-             oldest of the others
+             oldest of the others; `count`: with most bits of low attention, or fewest of high; `distance`: whose bits differ
+             most from those of the arriving token's probes, added up over probes; `decayed`: lowest as in `Decay`
     plane    name of the per-token state that holds the value; None where nothing outlives a step
+    bits     name of the per-token state that holds bits, bytes of uint8; norm: of the one that holds norms
     group    how query heads merge: mean, sum, max, first
+    marks, decay  details of `marks` and `count`, and of `decayed`
     coupled  all KV heads of a sequence hold the same tokens in the same slots and drop together, by the mean of their values;
              kvlab sets it from the policy's `coupling`
 
     Ties go to the newer token. A value that is no number counts as the lowest.
     """
 
-    observe: Literal["nothing", "sum", "last"] = "nothing"
-    order: Literal["age", "value", "ranked"] = "age"
+    observe: Literal["nothing", "sum", "last", "marks"] = "nothing"
+    order: Literal["age", "value", "ranked", "count", "distance", "decayed"] = "age"
     plane: str | None = None
+    bits: str | None = None
+    norm: str | None = None
+    marks: Marks | None = None
+    decay: Decay | None = None
     group: Literal["mean", "sum", "max", "first"] = "mean"
     coupled: bool = False
 
@@ -45,16 +83,36 @@ class ScanRule:
         for name, known in (("observe", OBSERVE), ("order", ORDER), ("group", GROUPS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"ScanRule({name}={getattr(self, name)!r}): use one of {', '.join(known)}")
-        if self.plane is None and (self.observe == "sum" or (self.order != "age" and self.observe != "last")):
+        by_value = self.order in ("value", "ranked", "decayed")
+        if self.plane is None and (self.observe == "sum" or (by_value and self.observe != "last")):
             raise ValueError(f"{self}: name the per-token state that holds the value, plane=...")
+        by_bits = self.order in ("count", "distance")
+        if self.bits is None and (self.observe == "marks" or by_bits):
+            raise ValueError(f"{self}: name the per-token state that holds the bits, bits=...")
+        for lacking, needed in (
+            ("marks", self.observe == "marks" or self.order == "count"),
+            ("decay", self.order == "decayed"),
+        ):
+            if needed and getattr(self, lacking) is None:
+                raise ValueError(f"{self}: {lacking}=... must say the details")
+        if self.order == "decayed" and self.norm is None:
+            raise ValueError(f"{self}: name the per-token state that holds the norms, norm=...")
+        if self.coupled and (by_bits or self.order == "decayed"):
+            raise ValueError(f"{self}: heads can't be coupled in this order")
+
+    @property
+    def planes(self) -> tuple[str | None, str | None, str | None]:
+        """Names of the states that kernels read: value, norm, bits."""
+        return self.plane, self.norm, self.bits
 
 
 @dataclass(frozen=True)
 class Slots:
     """Storage of all rows, end to end. A row's tokens fill its first slots; beyond them positions are -1.
 
-    keys, values (total, dim); positions (total,) int32; value (total,) float32, None if the rule has no plane;
-    special (total,) bool, None if no token is special; source (total,) int32, None if nobody asks where tokens came from
+    keys, values (total, dim); positions (total,) int32; value, norm (total,) float32 and bits (total, bytes) uint8, None if the
+    rule has no such plane; special (total,) bool, None if no token is special; source (total,) int32, None if nobody asks where
+    tokens came from
     offsets  (rows,) int64: first slot of each row; lengths (rows,) int64: its tokens
     widest   slots of the largest row, on the host
 
@@ -70,6 +128,8 @@ class Slots:
     value: Tensor | None = None
     special: Tensor | None = None
     source: Tensor | None = None
+    norm: Tensor | None = None
+    bits: Tensor | None = None
     kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
     """What a back end has made of these tensors, for the next call."""
 
@@ -79,8 +139,10 @@ class Arrivals:
     """New tokens, in order.
 
     keys, values (batch, kv_heads, tokens, dim) in the storage's type; positions (batch, tokens), -1 for pads, which come in
-    nowhere; value: what a token's value starts with, (batch, kv_heads, tokens), None for 0; special (batch, tokens) bool;
-    source: what goes into `Slots.source`, (batch, kv_heads, tokens)
+    nowhere; value, norm: what these start with, (batch, kv_heads, tokens), None for 0; special (batch, tokens) bool;
+    source: what goes into `Slots.source`, (batch, kv_heads, tokens); bits (batch, kv_heads, tokens, bytes), None for 0;
+    probes (batch, kv_heads, probes, tokens, bytes): what `distance` compares held bits with
+    Without key dims (dim 0) nothing attends: a scan decides alone.
     """
 
     keys: Keys
@@ -89,6 +151,9 @@ class Arrivals:
     value: Scores | None = None
     special: Tensor | None = None
     source: Tensor | None = None
+    norm: Scores | None = None
+    bits: Tensor | None = None
+    probes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +165,7 @@ class Limits:
     recent    last tokens that are protected, the newest included
     num_sink  first tokens of a sequence that are protected
     before    room is made before a token comes in (it reads at most `limit` tokens), not after (at most `limit` + 1)
+    grace     age in tokens up to which nothing decays, for the order `decayed`
     """
 
     limit: PerHead
@@ -107,5 +173,6 @@ class Limits:
     recent: PerHead
     num_sink: int = 0
     before: bool = False
+    grace: PerHead | None = None
     kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
     """What a back end has made of these tensors, for the next call."""

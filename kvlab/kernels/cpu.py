@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvlab.kernels import compiled, workers
-from kvlab.kernels.contract import GROUPS, OBSERVE, ORDER, Arrivals, Limits, ScanRule, Slots
+from kvlab.kernels.contract import GROUPS, HAIR, OBSERVE, ORDER, Arrivals, Decay, Limits, Marks, ScanRule, Slots
 from kvlab.kernels.reference import AttentionRule
 from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
 
@@ -34,6 +35,7 @@ def evict_scan(
     rows, value_dim = batch * heads, new.values.shape[-1]
     out = _empty(rows, group, tokens, value_dim)
     planes, offsets, lengths = _slot_arrays(slots)
+    probes = _none(np.uint8, 4) if new.probes is None else _array(new.probes.flatten(0, 1))
     arguments = (
         _numbers(queries).reshape(rows, group, tokens, head_dim),
         _numbers(new.keys, slots.keys.dtype).reshape(rows, tokens, head_dim),
@@ -42,16 +44,20 @@ def evict_scan(
         _plane(None if new.value is None else new.value.expand(batch, heads, tokens).flatten(0, 1), np.float32, 2),
         _plane(new.special, np.bool_, 2),
         _plane(None if new.source is None else new.source.flatten(0, 1), np.int32, 2),
+        _plane(None if new.norm is None else new.norm.expand(batch, heads, tokens).flatten(0, 1), np.float32, 2),
+        _none(np.uint8, 3) if new.bits is None else _array(new.bits.flatten(0, 1)),
+        probes,
         planes,
         offsets,
         lengths,
         *_limit_arrays(limits),
         _sinks(attention, heads, group),
         _attention_numbers(attention),
+        *_fade(attention),
         slots.widest,
         limits.num_sink,
         limits.before,
-        _rule_numbers(rule),
+        *_rule_numbers(rule),
         rule.coupled,
         out.numpy(),
     )
@@ -75,6 +81,7 @@ def decode_attend(
         query_positions.contiguous().numpy(),
         _sinks(attention, heads, group),
         _attention_numbers(attention),
+        *_fade(attention),
         slots.widest,
         out.numpy(),
         weights.numpy(),
@@ -182,23 +189,35 @@ def _slot_arrays(slots: Slots) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.n
         assert value is None or value.dtype == torch.float32, "values are written in place, so they can't be another's copy"
         planes = (
             _numbers(slots.keys), _numbers(slots.values), slots.positions.numpy(), _plane(value, np.float32),
-            _plane(slots.special, np.bool_), _plane(slots.source, np.int32),
+            _plane(slots.special, np.bool_), _plane(slots.source, np.int32), _plane(slots.norm, np.float32),
+            _none(np.uint8, 2) if slots.bits is None else slots.bits.numpy(),
         )  # fmt: skip
         slots.kept["arrays"] = planes, slots.offsets.numpy(), slots.lengths.numpy()
     return slots.kept["arrays"]
 
 
 def _limit_arrays(limits: Limits) -> tuple[np.ndarray, ...]:
-    """limit, target, recent: (rows,) each."""
+    """limit, target, recent, grace: (rows,) each, no grace where there is none."""
     if "arrays" not in limits.kept:
-        parts = (limits.limit, limits.target, limits.recent)
-        limits.kept["arrays"] = tuple(part.contiguous().view(-1).numpy() for part in parts)
+        parts = (limits.limit, limits.target, limits.recent, limits.grace)
+        limits.kept["arrays"] = tuple(
+            _none(np.int64, 1) if part is None else part.contiguous().view(-1).numpy() for part in parts
+        )
     return limits.kept["arrays"]
 
 
 @functools.cache
-def _rule_numbers(rule: ScanRule) -> tuple[int, int, int]:
-    return OBSERVE.index(rule.observe), ORDER.index(rule.order), GROUPS.index(rule.group)
+def _rule_numbers(rule: ScanRule) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """(observe, order, group), (window, high, of held, share of the bound), (slope, floor, power, two weights)."""
+    marks, decay, single = rule.marks or Marks(1), rule.decay or Decay(1, 1, 1, 0, 0), np.float32
+    return (
+        (OBSERVE.index(rule.observe), ORDER.index(rule.order), GROUPS.index(rule.group)),
+        (marks.window, marks.high, marks.of == "held", single(1 - HAIR)),
+        (
+            single(math.log(decay.rate)), single(decay.floor), single(decay.power), single(decay.value_weight),
+            single(decay.norm_weight),
+        ),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -212,6 +231,19 @@ def _plane(tensor: Tensor | None, kind: Any, dims: int = 1) -> np.ndarray:
         return _none(kind, dims)
     array = tensor.contiguous().numpy()
     return array if array.dtype == kind else array.astype(kind)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.numpy())
+
+
+def _fade(rule: AttentionRule) -> tuple[tuple[np.float32, np.float32, int], np.ndarray]:
+    """(slope, floor, sinks), slope 0 where nothing fades, and the grace of each row."""
+    fade = rule.fade
+    if fade is None:
+        return (np.float32(0), np.float32(0), 0), _none(np.int64, 1)
+    numbers = np.float32(math.log(fade.rate)), np.float32(math.log(fade.floor)), fade.num_sink
+    return numbers, fade.grace.contiguous().view(-1).numpy()
 
 
 def _sinks(rule: AttentionRule, heads: int, group: int) -> np.ndarray:

@@ -7,19 +7,40 @@ any float type; softmax and sums in float32, or in float64 for float64 inputs.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
+from kvlab.shapes import Attention, Keys, Outputs, PerHead, Positions, Queries, QueryPositions, Scores, Values
 
 CHUNK = 64
 """Queries per pass where weights are needed: small enough for a processor's cache at a few thousand slots."""
 MASKED_CHUNK = 512
 """Queries per pass where only a boolean mask must be built, fewer where that would take more than MASK_BYTES."""
 MASK_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Fade:
+    """Old tokens lose influence on the softmax: the logarithm of max(floor, rate ** max(0, age - grace)) is added to their
+    logits, after scaling and soft-cap. Sinks, the first `num_sink` tokens of a sequence, keep theirs.
+
+    rate, floor  in (0, 1]; grace: age in tokens up to which nothing fades, (batch, kv_heads)
+    """
+
+    rate: float
+    floor: float
+    num_sink: int
+    grace: PerHead
+
+    def bias(self, query_positions: QueryPositions, positions: Positions) -> Tensor:
+        """What is added to logits: (batch, kv_heads, queries, slots)."""
+        age = query_positions[:, None, :, None] - positions[:, :, None]
+        faded = (age - self.grace[..., None, None]).clamp(min=0).double() * math.log(self.rate)
+        return faded.clamp(min=math.log(self.floor)).masked_fill(positions[:, :, None] < self.num_sink, 0.0)
 
 
 @dataclass(frozen=True)
@@ -30,17 +51,19 @@ class AttentionRule:
     window   sliding window in tokens, the query's own included; None for full attention
     softcap  logits become softcap * tanh(logits / softcap)
     sinks    a logit for each query head that only enlarges the softmax's denominator, shape (kv_heads, group)
+    fade     how old tokens lose influence, the policy's wish and not the model's
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    fade: Fade | None = None
 
     @property
     def fused(self) -> bool:
         """Whether torch's fused attention can do it."""
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.fade is None
 
 
 def accumulate_type(tensor: Tensor) -> torch.dtype:
@@ -67,6 +90,8 @@ def weights(
     logits = logits.unflatten(2, (group, count))  # (batch, kv_heads, group, queries, slots)
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    if rule.fade is not None:
+        logits = logits + rule.fade.bias(query_positions, positions)[:, :, None].to(exact)
     mask = visible(query_positions, positions, rule.window)[:, :, None]
     logits = logits.masked_fill(~mask, float("-inf"))
     if rule.sinks is None:

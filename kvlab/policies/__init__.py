@@ -1,14 +1,31 @@
 """Eviction policies, one paper a file. Importing this package registers those that ship with kvlab."""
 
-from kvlab.policies import adakv, full, h2o, knorm, pyramidkv, random, snapkv, streaming_llm, tova
+from kvlab.policies import (
+    adakv,
+    fastgen,
+    full,
+    h2o,
+    hashevict,
+    hyde,
+    knorm,
+    pyramidkv,
+    random,
+    scissorhands,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from kvlab.policies.base import Policy, PolicyError, import_modules, make_policy, policy_class, policy_names, register
 
 __all__ = [
     "Policy",
     "PolicyError",
     "adakv",
+    "fastgen",
     "full",
     "h2o",
+    "hashevict",
+    "hyde",
     "import_modules",
     "knorm",
     "make_policy",
@@ -17,6 +34,7 @@ __all__ = [
     "pyramidkv",
     "random",
     "register",
+    "scissorhands",
     "snapkv",
     "streaming_llm",
     "tova",

@@ -24,14 +24,14 @@ from kvlab.hints import did_you_mean
 from kvlab.kernels.contract import ScanRule
 from kvlab.registry import Registry
 from kvlab.settings import check
-from kvlab.shapes import Arrival, PerHead, Scores, Step, Tiers
+from kvlab.shapes import Arrival, Kept, PerHead, Probes, Queries, Scores, Step, Tiers
 
 Group = Literal["mean", "max", "sum", "first"]
 
 
-DECIDING = ("score", "scan_rule", "when", "once")
+DECIDING = ("score", "scan_rule", "when", "once", "select", "remember")
 """What a class may declare that says how it decides."""
-NEEDS = frozenset({"mass", "attention", "token_ids"})
+NEEDS = frozenset({"mass", "attention", "looks", "token_ids"})
 SCORE = "score"
 """State in which the cache remembers the scores of a policy that gives each token its score once."""
 RANK = "rank"
@@ -77,7 +77,8 @@ class Policy:
     coupling: ClassVar[Literal["head", "layer"]] = "head"
     """`layer`: all KV heads of a layer keep the same tokens."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Any of: mass (attention received so far), attention (of the voting queries), token_ids."""
+    """Any of: mass (attention received so far), attention (of the voting queries), looks (the same, some queries at a time),
+    token_ids."""
     state: ClassVar[Mapping[str, TokenState]] = {}
     """What the policy remembers of each token; `arrive` makes it, the cache moves it along and bills it."""
     query_aware: ClassVar[bool] = False
@@ -112,6 +113,35 @@ class Policy:
         """State of new tokens by name: (batch, kv_heads, tokens, ...) each. What is left out starts at 0."""
         return {}
 
+    def token_state(self) -> Mapping[str, TokenState]:
+        """`state`, for a policy whose settings say how large it is."""
+        return self.state
+
+    def remember(self, step: Step) -> Mapping[str, Tensor]:
+        """New values of the policy's own state after attention, before the decision: at turn ends and at steps."""
+        return {}
+
+    def profile(self, step: Step) -> Mapping[str, Tensor]:
+        """What is to be known of each head from the first prompt's end on, (batch, kv_heads, ...) by name."""
+        return {}
+
+    def select(self, step: Step) -> Kept:
+        """Which tokens stay, for a policy that says so itself instead of scoring; asked at turn ends and at each step."""
+        raise NotImplementedError
+
+    @property
+    def voting(self) -> int | None:
+        """How many of a turn's last queries are remembered for its end; None: all."""
+        return self.obs_window
+
+    def probes(self, queries: Queries, arrival: Arrival) -> Probes:
+        """Bits that arriving tokens are compared with, for a rule ordered by `distance`."""
+        raise NotImplementedError
+
+    def grace(self, budget: PerHead) -> PerHead | None:
+        """Age in tokens up to which nothing fades or decays; None where neither happens."""
+        return None
+
     def target(self, budget: np.ndarray) -> np.ndarray:
         """How many tokens a decode step's decision leaves, at most the budget: (batch, kv_heads), on the host."""
         return budget
@@ -129,6 +159,31 @@ class Policy:
         return step.budget
 
     @property
+    def chooses(self) -> bool:
+        """Whether the policy says itself which tokens stay, however many."""
+        return type(self).select is not Policy.select
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the policy keeps a state of its own up to date by what is attended to."""
+        return type(self).remember is not Policy.remember
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything leaves at all under a budget."""
+        return self.evicts
+
+    @property
+    def fades(self) -> tuple[float, float] | None:
+        """(rate, floor) by which old tokens lose influence on attention at steps, see `Fade`; None: they don't."""
+        return None
+
+    @property
+    def replays_prompt(self) -> bool:
+        """Whether a prompt's end is decided as if its tokens had come one by one, by the rule of decode steps."""
+        return False
+
+    @property
     def holds_budget_after_prompt(self) -> bool:
         """False where decoded tokens are all kept (`after_prompt=grow`), as some papers publish it."""
         return getattr(self, "after_prompt", "rank") != "grow"
@@ -136,7 +191,7 @@ class Policy:
     @property
     def ranks_after_prompt(self) -> bool:
         """Whether the scores of a turn's end go on to decide what leaves."""
-        return self.evicts and self.when == "prompt_end" and self.holds_budget_after_prompt
+        return self.evicts and self.when == "prompt_end" and self.holds_budget_after_prompt and not self.chooses
 
 
 def rule_of(policy: Policy) -> ScanRule | None:
@@ -144,7 +199,7 @@ def rule_of(policy: Policy) -> ScanRule | None:
 
     A class that changes how it decides voids the rule that it inherits.
     """
-    if policy.rolling:  # keys change their places at each step
+    if policy.rolling or policy.chooses:  # keys change their places at each step; no rule says what is chosen
         return None
     classes = type(policy).__mro__
     declared = {name: next(i for i, cls in enumerate(classes) if name in vars(cls)) for name in DECIDING}
@@ -153,7 +208,8 @@ def rule_of(policy: Policy) -> ScanRule | None:
         changed = declared["when"] if policy.when == "prompt_end" else min(declared["once"], declared["score"])
         rule = policy.scan_rule() if own <= changed else Policy.scan_rule(policy)
     else:
-        rule = policy.scan_rule() if own <= declared["score"] or own == classes.index(Policy) else None
+        changed = min(declared["score"], declared["remember"])
+        rule = policy.scan_rule() if own <= changed or own == classes.index(Policy) else None
     return None if rule is None else replace(rule, coupled=policy.coupling == "layer")
 
 

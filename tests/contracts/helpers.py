@@ -30,9 +30,17 @@ def fresh_model(family, **overrides):
     return tiny_model(family, **overrides)
 
 
+EXACT = {
+    "scissorhands": {"drop_share": 0.0},  # one token at each step
+    "hyde": {"action": "evict"},  # fading changes attention
+    "fastgen": {"members": ("full",)},  # a budget is a cap on what a profile asks for
+}
+"""Settings under which a policy holds its budget exactly and attends as the model does; others have tests of their own."""
+
+
 def policy_for(family, name, **settings):
     """The policy; skips where its own defaults can't go with the family (rolling without rotary positions)."""
-    policy = make_policy(name, **settings)
+    policy = make_policy(name, **{**EXACT.get(name, {}), **settings})
     if policy.rolling and family == "opt":
         pytest.skip(f"{name} is rolling by default, and opt has no rotary positions")
     return policy
