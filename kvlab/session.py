@@ -18,7 +18,7 @@ from kvlab.cache.plan import Plan
 from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
-from kvlab.shapes import Outputs
+from kvlab.shapes import Outputs, Step
 from kvlab.support import UnsupportedModel, check_model, no_rolling
 from kvlab.vocab import Vocab
 
@@ -72,6 +72,7 @@ def attach(
     share: object | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
+    watch: Callable[[Step], None] | None = None,
     simulation: Callable[..., Outputs] | None = None,
 ) -> Iterator[Session]:
     """Let `model` work with caches that hold what `policy` keeps within `budget`.
@@ -80,6 +81,8 @@ def attach(
     policy     from `make_policy`; budget: None means no limit
     codec, share  reserved for codecs and for sharing between layers; nothing is available yet
     tokenizer  needed by policies that treat special tokens or punctuation apart
+    watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
+               the turn, some at a time
     simulation  attention of whole texts in place of the model's own (`kvlab.simulation`); nothing is evicted then
     kernels    back end of attention and eviction: cpu (compiled by numba), gpu (Triton), reference (plain torch), or auto
 
@@ -104,6 +107,7 @@ def attach(
         itemsize=model.dtype.itemsize,
         vocab=None if tokenizer is None else Vocab(tokenizer),
         kernels=kernels,
+        watch=watch,
         simulation=simulation,
         ended=lambda: bool(over),
     )

@@ -202,7 +202,7 @@ class KVLayer(CacheLayerMixin):
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
         output, placed = self._take_in(queries, arrival, call, counted=True)
         seen = queries if self.policy.replays_prompt else placed
-        voters, count = self.voters, self.policy.voting
+        voters, count = self.voters, None if self.cache.plan.watch else self.policy.voting
         new = Voters(seen, call.positions)
         self.voters = new.last(count) if voters is None else voters.then(seen, call.positions, count)
         self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
@@ -252,7 +252,7 @@ class KVLayer(CacheLayerMixin):
         assert self.limits is not None
         policy = self.policy
         due = policy.chooses or (policy.ranks_after_prompt and not self.limits.none)
-        if policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():
+        if self.cache.plan.watch or policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():
             self._decide_turn(came, before)
         if not policy.holds_budget_after_prompt:
             self._set_limits(np.where(came, none, before))
@@ -375,6 +375,8 @@ class KVLayer(CacheLayerMixin):
         now = torch.from_numpy(self.row_seen - 1).to(view.positions.device)
         looks = partial(self.voters.looks, keys, view.positions, self.rule)
         step = self._step(view, queries, where, now, attention, looks, prompt_end=True)
+        if self.cache.plan.watch is not None:
+            self.cache.plan.watch(step)
         if policy.remembers:
             step = self._remember(step, view)
         if policy.chooses:

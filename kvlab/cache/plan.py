@@ -12,7 +12,7 @@ import numpy as np
 from kvlab.budget import Budget, BudgetError, LayerGeometry
 from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Policy, PolicyError, rule_of
-from kvlab.shapes import Outputs
+from kvlab.shapes import Outputs, Step
 from kvlab.vocab import Vocab
 
 
@@ -23,6 +23,7 @@ class Plan:
     layers    geometry of every layer; itemsize: bytes of one number in the model's dtype
     vocab     special and punctuation token ids, None without a tokenizer
     kernels   back end: auto, reference, cpu, gpu
+    watch     is shown each layer at each turn's end, with all queries of the turn, before anything leaves
     simulation  attention of whole texts, in place of the model's own, where an eviction is only simulated
     """
 
@@ -32,6 +33,7 @@ class Plan:
     itemsize: int
     vocab: Vocab | None = None
     kernels: str = "auto"
+    watch: Callable[[Step], None] | None = None
     simulation: Callable[..., Outputs] | None = None
     ended: Callable[[], bool] = field(default=lambda: False, compare=False)
     """Whether the session is over."""
