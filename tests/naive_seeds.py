@@ -72,7 +72,7 @@ def scissorhands_scores(case: naive.Case, state: naive.State, kv_head: int, t: i
 
 
 def scissorhands_stay(case: naive.Case, held: int, capped: int, budget: int | None) -> int:
-    """How many tokens a decision at a step leaves of `held`.  m is a part of all of the budget, cut short by a window or not."""
+    """How many tokens a decision at a step leaves of `held`.  m is a part of the whole budget, before a window cuts it short."""
     if held <= capped:
         return held
     if budget is None:

@@ -368,15 +368,11 @@ class KVLayer(CacheLayerMixin):
         store, policy = self._held, self.policy
         view = store.view()
         assert self.voters is not None and self.limits is not None
-        queries, where = self.voters.queries, self.voters.positions
-        keys, attention = self._placed_keys(view), None
-        if "attention" in policy.needs:
-            attention = reference.weights(queries, keys, where, view.positions, self.rule)
-        now = torch.from_numpy(self.row_seen - 1).to(view.positions.device)
-        looks = partial(self.voters.looks, keys, view.positions, self.rule)
-        step = self._step(view, queries, where, now, attention, looks, prompt_end=True)
-        if self.cache.plan.watch is not None:
-            self.cache.plan.watch(step)
+        if (watch := self.cache.plan.watch) is not None:
+            watch(self._turn_step(view, self.voters))
+            self.voters = self.voters.last(policy.voting)
+        step = self._turn_step(view, self.voters)
+        now = step.now
         if policy.remembers:
             step = self._remember(step, view)
         if policy.chooses:
@@ -400,6 +396,15 @@ class KVLayer(CacheLayerMixin):
         if (came & (store.lengths > limit)).any():
             budget = torch.from_numpy(np.where(came, limit, store.lengths)).to(view.positions.device)
             store.keep(selection.select(scores, step.positions, tiers, budget), view, self.limits.room)
+
+    def _turn_step(self, view: View, voters: Voters) -> Step:
+        """What there is to look at when a turn ends."""
+        keys, attention = self._placed_keys(view), None
+        if "attention" in self.policy.needs:
+            attention = reference.weights(voters.queries, keys, voters.positions, view.positions, self.rule)
+        now = torch.from_numpy(self.row_seen - 1).to(view.positions.device)
+        looks = partial(voters.looks, keys, view.positions, self.rule)
+        return self._step(view, voters.queries, voters.positions, now, attention, looks, prompt_end=True)
 
     def _replayed(self, step: Step) -> Kept:
         """What the turn's tokens would have left, had they come one by one."""
