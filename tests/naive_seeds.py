@@ -72,7 +72,7 @@ def scissorhands_scores(case: naive.Case, state: naive.State, kv_head: int, t: i
 
 
 def scissorhands_stay(case: naive.Case, held: int, capped: int, budget: int | None) -> int:
-    """How many tokens a decision at a step leaves of `held`.  m is a part of the whole budget, before a window cuts it short."""
+    """How many tokens a decision at a step leaves of `held`.  m is a part of the budget before a window cuts it."""
     if held <= capped:
         return held
     if budget is None:
