@@ -121,6 +121,7 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
         speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
         # Rows that end early go on with the batch, so what generation holds is taken before it.
         memory = _memory(reading) if batch[0].new_tokens else None
+        heads = _heads(cell, reading) or [{}] * rows
         records = cell.task.evaluate(reading, batch, bench.tokenizer)
         memory = memory or _memory(reading)
         speed["seconds"] = (now(model.device) - start) / rows
@@ -137,13 +138,23 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
         {
             "id": sample.id,
             **record,
+            **by_head,
             "fields": dict(sample.fields),
             "query_aware": cell.protocol.query_aware(sample.prompt),
             "memory": held,
             "speed": speed,
         }
-        for sample, record, held in zip(batch, records, memory, strict=True)
+        for sample, record, held, by_head in zip(batch, records, memory, heads, strict=True)
     ]
+
+
+def _heads(cell: Cell, reading: Reading) -> list[dict[str, Any]]:
+    """Where heads may hold different numbers of tokens: what each holds once the prompt was read, and why."""
+    if not cell.policy.ragged or cell.protocol.simulated:
+        return []
+    seconds, held = reading.feed.cache.profile_cost
+    cost = {"profile_s": seconds, "profile_bytes": held} if held else {}
+    return [{"heads": heads | cost} for heads in reading.feed.cache.heads_by_row()]
 
 
 def _memory(reading: Reading) -> list[dict[str, float]]:

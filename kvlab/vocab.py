@@ -95,4 +95,3 @@ def _template_texts(tokenizer: Any) -> Iterator[str]:
         for word in words:
             rendered = rendered.replace(word, "\0")
         yield from (text for text in rendered.split("\0") if text.strip())
-        return

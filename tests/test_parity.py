@@ -21,10 +21,13 @@ import pytest
 import torch
 
 import naive
+from kvlab import attach, load_model
 from kvlab.budget import Budget, LayerGeometry
 from kvlab.cache.kv_cache import KVCache
 from kvlab.cache.plan import Plan
 from kvlab.cache.rotation import RotarySource, Rotation
+from kvlab.embedded import is_fetched
+from kvlab.evals.texts import embedded_text
 from kvlab.kernels.reference import AttentionRule
 from kvlab.policies import make_policy, policy_class, policy_names
 from kvlab.vocab import Vocab
@@ -205,11 +208,29 @@ def row_inputs(case, row):
         k[:, 0, 0] = 64
     elif case.inputs == "some_zero_queries":  # all heads but the last KV head's are indifferent
         q[: -case.group] = 0
+    elif case.inputs == "smollm2":
+        q, k, v = (part[:, :length] for part in smollm2_inputs(case.layer, row))
     elif case.inputs == "tied_norms":  # few different norms
         k = np.sign(k) * rng.integers(1, 3, (case.kv_heads, length, 1))
     else:
         assert case.inputs == "random"
     return bfloat(q), bfloat(k), bfloat(v), ids
+
+
+@functools.cache
+def smollm2_inputs(layer, row, tokens=160):
+    """q (9, T, 64), k and v (3, T, 64) of SmolLM2-135M on real text, as its attention is handed them."""
+    model, tokenizer = load_model("smollm2-135m")
+    ids = tokenizer(embedded_text().text, return_tensors="pt").input_ids[:, row * tokens : (row + 1) * tokens]
+    found = []
+
+    def watch(step):
+        if step.layer_idx == layer:
+            found.extend([step.queries[0].flatten(0, 1), step.keys[0], step.values[0]])
+
+    with attach(model, make_policy("full"), watch=watch) as session:
+        model(ids, cache=session.new_cache(), logits_to_keep=1)
+    return [part.double().numpy() for part in found]
 
 
 def attention_sinks(case):
@@ -895,6 +916,41 @@ def test_each_setting(policy, name, value):
     else:
         check(make_case(policy, (*stream(30), *steps(3)), 11, {name: value}, group=2), "float32")
         check(make_case(policy, ONLY_STEPS, 14, {name: value}, kv_heads=1, group=4), "bfloat16")
+
+
+REAL = {
+    "h2o": [{}, {"heavy_share": 1.0}, {"group": "first"}],
+    "scissorhands": [{"obs_window": 40}, {"obs_window": 40, "count": "high"}, {"threshold": "held", "drop_share": 0.0}],
+    "hashevict": [{}, {"probe": "key", "bits": 32}, {"prompt": "recent"}],
+    "hyde": [{}, {"action": "evict"}, {"action": "fade"}],
+    "fastgen": [{}, {"threshold": 0.8}, {"recovery": "l1"}],
+}
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize(
+    ("policy", "settings"), [(name, some) for name, variants in REAL.items() for some in variants], ids=str
+)
+def test_real_inputs(policy, settings):
+    """Queries, keys and values of a real model on real text, two sequences of a batch."""
+    if not is_fetched():
+        pytest.skip("the embedded model isn't fetched (make setup)")
+    case = make_case(
+        policy,
+        (*prompt(100, 90), *steps(20, 2)),
+        None if policy == "fastgen" else 30,
+        settings,
+        kv_heads=3,
+        group=3,
+        dim=64,
+        value_dim=64,
+        layer=11,
+        layers=30,
+        inputs="smollm2",
+    )
+    check(case, "float32")
+    if policy != "fastgen":
+        check(dataclasses.replace(case, script=(*stream(60, 50), *steps(5, 2))), "float32")
 
 
 @pytest.mark.parametrize("heavy_share", [0.0, 0.25, 0.29, 0.5, 1.0])

@@ -144,7 +144,7 @@ def test_scan_equals_steps_in_half_precision(name, dtype):
     """Logits are rounded to the type, so they and what is kept may differ by that."""
     model, found = shared_model("llama", dtype), []
     for together in (True, False):
-        with attached(model, "llama", name, Budget(tokens=12)) as session:
+        with attached(model, "llama", name, Budget(tokens=12), **settings_of(name)) as session:
             logprobs, cache = conversation(session, 1, together, stream=False)
             found.append((logprobs.float(), cache.kept_len))
     assert torch.equal(found[0][1], found[1][1])

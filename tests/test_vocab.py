@@ -116,3 +116,51 @@ def test_sets_are_found_once(bpe):
     vocab = Vocab(bpe)
     assert vocab.special is vocab.special and vocab.punctuation is vocab.punctuation
     assert isinstance(vocab.special, frozenset) and isinstance(vocab.punctuation, frozenset)
+
+
+# ---------------------------------------------------------------------------------------------------------- markers
+
+
+def chat_tokenizer():
+    """One token per byte, with a template whose markers are texts and special tokens."""
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}<|begin|>SYS: {{ m.content }}<|end|>"
+        "{% else %}[INST] {{ m.role }}<|user|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+def test_markers_of_a_chat_template_are_found_where_they_stand():
+    tokenizer = chat_tokenizer()
+    vocab = Vocab(tokenizer)
+    text = "[INST] user<|user|>why, INST?<|end|>"
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
+    real = torch.ones_like(ids, dtype=torch.bool)
+    marked = vocab.in_markers(ids, real)[0].tolist()
+    spans = [tokenizer.decode([token]) for token, inside in zip(ids[0].tolist(), marked, strict=True) if inside]
+    assert "".join(spans).startswith("[INST] user")
+    assert not any(marked[tokenizer(text, add_special_tokens=False).input_ids.index(id_of(tokenizer, "w")) :][:3])
+    assert not vocab.in_markers(ids, ~real).any()
+    cut = ids[:, 1:]  # a marker that is not whole is none
+    assert not vocab.in_markers(cut, real[:, 1:])[0, :5].any()
+
+
+def test_a_tokenizer_without_a_template_has_no_markers(bpe):
+    assert Vocab(bpe).markers == ()
+    assert not Vocab(bpe).in_markers(torch.arange(6)[None], torch.ones(1, 6, dtype=torch.bool)).any()
+
+
+def test_a_template_that_refuses_system_messages_still_has_markers():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    )
+    assert any("INST" in tokenizer.decode(marker) for marker in Vocab(tokenizer).markers)
+
+
+def test_kinds_of_ids(bpe):
+    vocab = Vocab(bpe)
+    ids = torch.tensor([[id_of(bpe, "<|end|>"), id_of(bpe, "a"), id_of(bpe, ","), -1, 10**6]])
+    assert vocab.kinds(ids).tolist() == [[2, 0, 1, 0, 0]]

@@ -326,6 +326,22 @@ class KVCache(Cache):
         rows = zip(held.tolist(), full.tolist(), kept.tolist(), seen.tolist(), strict=True)
         return [RowMemory(*row) for row in rows]
 
+    def heads_by_row(self) -> list[dict[str, object]]:
+        """What each sequence of the batch holds head by head, [layer][kv_head]: kept tokens, and what a policy found out."""
+        filled = [layer for layer in self.layers if layer.store is not None]
+        rows: list[dict[str, object]] = []
+        for row in range(len(self.seen_len)):
+            kept: dict[str, object] = {"kept_len": [layer.store.lengths[row].tolist() for layer in filled]}
+            names = filled[0].profile if filled else {}
+            rows.append(kept | {name: [layer.profile[name][row].tolist() for layer in filled] for name in names})
+        return rows
+
+    @property
+    def profile_cost(self) -> tuple[float, int]:
+        """Seconds that finding out about heads took over all layers, and the most bytes of queries held for it at once."""
+        costs = [layer.profile_cost for layer in self.layers]
+        return sum(seconds for seconds, _ in costs), max((held for _, held in costs), default=0)
+
     def memory(self) -> Memory:
         """What the cache weighs now."""
         filled = [layer for layer in self.layers if layer.store is not None]

@@ -70,7 +70,7 @@ class KVLayer(CacheLayerMixin):
         self.table: RotaryTable | None = None
         self.voters: Voters | None = None  # the open turn's last queries
         self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
-        self.profile_s: float | None = None  # seconds which that took
+        self.profile_cost = (0.0, 0)  # seconds which that took, bytes of the queries that were held for it
 
     # ------------------------------------------------------------------- what transformers asks of a cache layer
 
@@ -379,7 +379,8 @@ class KVLayer(CacheLayerMixin):
             if not self.profile:
                 started = time(now.device)
                 self.profile = dict(policy.profile(step))
-                self.profile_s = time(now.device) - started
+                held = (self.voters.queries, self.voters.positions)
+                self.profile_cost = time(now.device) - started, sum(part.untyped_storage().nbytes() for part in held)
             kept = policy.select(replace(step, profile=self.profile))
             self._keep(kept | ~torch.from_numpy(came).to(kept.device)[..., None], view)
             return

@@ -12,7 +12,7 @@ import torch
 
 from conftest import random_ids, shared_model
 from contracts.helpers import GREEDY, Feed, attached, fresh_model, policy_for, positions_of, talk
-from kvlab import Budget, attach, make_policy
+from kvlab import Budget, attach
 
 SMALL = Budget(tokens=40)
 
@@ -118,7 +118,7 @@ def test_interleaved_caches_give_what_each_gives_alone(policy_name, family, mode
 
 def test_policies_are_values(policy_name, family, model):
     policy = policy_for(family, policy_name)
-    before, twin = asdict(policy), make_policy(policy_name)
+    before, twin = asdict(policy), policy_for(family, policy_name)
     with attached(model, family, policy_name, SMALL) as session:
         decoded(session, random_ids(2, 70))
         assert session.policy == policy
