@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.kernels import reference
-from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
-from kvlab.kernels.reference import AttentionRule
+from kvlab.kernels.contract import Arrivals, Decay, Limits, Marks, ScanRule, Slots
+from kvlab.kernels.reference import AttentionRule, Fade
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-4, torch.float16: 4e-5}
 SECONDS = 280  # what is left out after that is said
@@ -38,18 +38,27 @@ RULES = {
     "plain": AttentionRule(0.1),
     "window": AttentionRule(0.1, window=13),
     "cap, sinks": AttentionRule(0.1, softcap=3.0),
+    "cap, fade": AttentionRule(0.1, softcap=3.0),
 }
+COUNT = ScanRule("marks", "count", bits="marks", marks=Marks(400))
+DECAYED = ScanRule("sum", "decayed", "mass", norm="norm", decay=Decay(0.97, 0.15, 1.2, 0.7, 0.3))
+DISTANCE = ScanRule(order="distance", bits="codes")
 SCANS = {
     "sum": (ScanRule("sum", "value", "mass"), False),
     "last, coupled": (ScanRule("last", "value", coupled=True), False),
-    "ranked, before": (ScanRule("sum", "ranked", "mass", "max"), True),
+    "ranked, before": (ScanRule("sum", "ranked", "mass", group="max"), True),
     "age": (ScanRule(), False),
+    "count": (COUNT, False),
+    "distance, before": (DISTANCE, True),
+    "decayed, fade": (DECAYED, False),
 }
+FAMILIES = ("count", "distance, before", "decayed, fade")
+"""What is timed alone: torch would need a loop of its own for each."""
 
 # Each kind of number, shape and rule is compiled anew, for a second or two a kernel; so not all are crossed with all.
 CHECKED: list[tuple[Shape, torch.dtype, tuple[str, ...], tuple[str, ...]]] = [
     (USUAL, torch.bfloat16, tuple(RULES), tuple(SCANS)),
-    (USUAL, torch.float32, ("window",), ("sum", "last, coupled")),
+    (USUAL, torch.float32, ("window",), ("sum", "last, coupled", "count", "decayed, fade")),
     ({"batch": 1, "heads": 2, "group": 1, "dim": 64, "length": 333}, torch.float16, ("cap, sinks",), ("sum",)),
     ({"batch": 1, "heads": 1, "group": 7, "dim": 80, "length": 260}, torch.bfloat16, ("plain",), ("age",)),
     ({"batch": 1, "heads": 1, "group": 2, "dim": 256, "length": 150}, torch.float32, ("cap, sinks",), ("sum",)),
@@ -86,11 +95,18 @@ def dense(slots: Slots, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def with_sinks(name: str, shape: Shape, device: str) -> AttentionRule:
-    """The rule of this name; sinks have the shape's heads."""
-    rule = RULES[name]
-    sinks = torch.linspace(-1, 2, shape["heads"] * shape["group"], device=device).view(shape["heads"], shape["group"])
-    return dataclasses.replace(rule, sinks=sinks) if "sinks" in name else rule
+def with_heads(name: str, shape: Shape, device: str) -> AttentionRule:
+    """The rule of this name, plain if there is none; sinks and a fade's grace have the shape's heads."""
+    rule = RULES.get(name, RULES["plain"])
+    if "sinks" in name:
+        sinks = torch.linspace(-1, 2, shape["heads"] * shape["group"], device=device).view(shape["heads"], shape["group"])
+        rule = dataclasses.replace(rule, sinks=sinks)
+    return dataclasses.replace(rule, fade=Fade(0.97, 0.15, 2, graces(shape, device))) if "fade" in name else rule
+
+
+def graces(shape: Shape, device: str) -> Tensor:
+    """Ages from which heads fade, (batch, kv_heads)."""
+    return 5 + torch.arange(shape["batch"] * shape["heads"], device=device).view(shape["batch"], shape["heads"])
 
 
 def worst(found: Tensor, expected: Tensor) -> float:
@@ -101,7 +117,7 @@ def worst(found: Tensor, expected: Tensor) -> float:
 
 def check_decode(gpu: Any, shape: Shape, dtype: torch.dtype, name: str, device: str) -> float:
     """The largest error of outputs and weights."""
-    rule = with_sinks(name, shape, device)
+    rule = with_heads(name, shape, device)
     # Where a window would hide all of a short row there is nothing to compare.
     queries, slots = make(shape, 2, dtype, device, ragged=rule.window is None)
     where = torch.tensor([[shape["length"] - 3, shape["length"] - 1]], device=device).expand(shape["batch"], 2)
@@ -113,7 +129,7 @@ def check_decode(gpu: Any, shape: Shape, dtype: torch.dtype, name: str, device: 
 
 def check_prefill(gpu: Any, shape: Shape, dtype: torch.dtype, name: str, device: str) -> float:
     """The largest error of outputs and mass, causal or not."""
-    count, rule, errors = shape["length"], with_sinks(name, shape, device), []
+    count, rule, errors = shape["length"], with_heads(name, shape, device), []
     queries, slots = make(shape, count, dtype, device)
     keys, values, _ = (part[:, :, :count] for part in dense(slots, shape["batch"]))
     where = torch.arange(count, device=device).expand(shape["batch"], -1)
@@ -132,12 +148,21 @@ def scan_inputs(shape: Shape, tokens: int, dtype: torch.dtype, rule: ScanRule, b
     batch, heads, length = shape["batch"], shape["heads"], shape["length"]
     if rule.plane is not None:
         value = torch.arange(len(slots.positions), device=device) * 7919 % 1009 / 1009  # far apart: no decision is a close call
-        slots = dataclasses.replace(slots, value=value)
+        slots = dataclasses.replace(slots, value=value, norm=None if rule.norm is None else value.flip(0).contiguous())
+    bits = None if rule.bits is None else drawn_bytes(rule, len(slots.positions)).to(device)
+    slots = dataclasses.replace(slots, bits=bits)
+    probes = drawn_bytes(rule, batch, heads, shape["group"], tokens).to(device) if rule.order == "distance" else None
     new = torch.randn(2, batch, heads, tokens, shape["dim"], generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
     places = torch.arange(tokens, device=device).expand(batch, -1) + length
     limit, recent = (torch.full((batch, heads), number, device=device) for number in (length, 4))
-    limits = Limits(limit, limit, recent, 2, before)
-    return queries, Arrivals(new[0], new[1], places), slots, limits
+    limits = Limits(limit, limit, recent, 2, before, graces(shape, device))
+    return queries, Arrivals(new[0], new[1], places, probes=probes), slots, limits
+
+
+def drawn_bytes(rule: ScanRule, *shape: int) -> Tensor:
+    """Random bits, as many as a rule needs: marks, or codes of 16 bits."""
+    width = 2 if rule.marks is None else -(-rule.marks.window // 8)
+    return torch.randint(256, (*shape, width), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
 
 
 def on_processor(thing: Any) -> Any:
@@ -155,12 +180,14 @@ def check_scan(gpu: Any, shape: Shape, dtype: torch.dtype, name: str, tokens: in
     rule, before = SCANS[name]
     queries, arrivals, slots, limits = scan_inputs(shape, tokens, dtype, rule, before, device)
     theirs = on_processor(slots)
-    attention = AttentionRule(0.1)
-    expected = cpu.evict_scan(queries.cpu(), on_processor(arrivals), theirs, on_processor(limits), attention, rule)
+    attention, theirs_too = (with_heads(name if "fade" in name else "plain", shape, place) for place in (device, "cpu"))
+    expected = cpu.evict_scan(queries.cpu(), on_processor(arrivals), theirs, on_processor(limits), theirs_too, rule)
     output = gpu.evict_scan(queries, arrivals, slots, limits, attention, rule)
     same = torch.equal(slots.positions.cpu(), theirs.positions) and torch.equal(slots.lengths.cpu(), theirs.lengths)
     held = theirs.positions >= 0
     if not same or not torch.equal(slots.keys.cpu()[held], theirs.keys[held]):
+        return float("inf")
+    if slots.bits is not None and not torch.equal(slots.bits.cpu()[held], theirs.bits[held]):
         return float("inf")
     error = worst(output, expected)
     return error if slots.value is None else max(error, worst(slots.value.cpu()[held], theirs.value[held]))
@@ -173,7 +200,8 @@ def run_checks(gpu: Any, checked: list[Any], device: str, out_of_time: Callable[
         jobs: list[tuple[str, Callable[[], float]]] = []
         for name in rules:
             jobs.append((f"decode_attend, {name}", functools.partial(check_decode, gpu, shape, dtype, name, device)))
-            jobs.append((f"prefill_stats, {name}", functools.partial(check_prefill, gpu, shape, dtype, name, device)))
+            if "fade" not in name:  # nothing fades within a prompt
+                jobs.append((f"prefill_stats, {name}", functools.partial(check_prefill, gpu, shape, dtype, name, device)))
         for name in scans:
             for tokens in (1, 5):
                 job = functools.partial(check_scan, gpu, shape, dtype, name, tokens, device)
@@ -300,6 +328,16 @@ def time_scan(gpu: Any, dtype: torch.dtype, tokens: int, length: int) -> str:
     return f"{f'evict_scan {tokens} tokens over {length} {str(dtype)[6:]}':38} {ours:9.3f} {theirs:8.3f}* {'':>9}"
 
 
+def time_family(gpu: Any, dtype: torch.dtype, name: str, tokens: int, length: int) -> str:
+    """A scan of another rule, on its own."""
+    shape = {"batch": 1, "heads": 8, "group": 4, "dim": 128, "length": length}
+    rule, before = SCANS[name]
+    inputs = scan_inputs(shape, tokens, dtype, rule, before, DEVICE)
+    attention = with_heads(name if "fade" in name else "plain", shape, DEVICE)
+    ours = milliseconds(lambda: gpu.evict_scan(*inputs, attention, rule), 5)
+    return f"{f'evict_scan {tokens} over {length}, {name}':38} {ours:9.3f} {'':>9} {'':>9}"
+
+
 def run_timing(gpu: Any, out_of_time: Callable[[], bool]) -> list[str]:
     """The table's lines."""
     per_second = bandwidth()
@@ -313,6 +351,7 @@ def run_timing(gpu: Any, out_of_time: Callable[[], bool]) -> list[str]:
         lambda: [time_prefill(gpu, torch.float32, 2048)],
         *(lambda tokens=tokens: [time_scan(gpu, bf16, tokens, 1024)] for tokens in (1, 256)),
         lambda: [time_scan(gpu, bf16, 64, 16384)],
+        *(lambda name=name: [time_family(gpu, bf16, name, 256, 1024)] for name in FAMILIES),
     ]
     for job in jobs:
         lines += ["left out, no time"] if out_of_time() else job()

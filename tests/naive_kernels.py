@@ -1,13 +1,16 @@
 """Attention over rows of slots, and decoding with eviction, as plain loops in float64: slow, and meant to be obviously right.
 
 A row is a list of tokens in any order, each a dict: key, content (its value vector), position, value (the number that a rule
-ranks by), special, source, and while a step is replayed `observed`. Written from the semantics alone: no slots, no offsets.
+ranks by), norm, bits (one int), special, source, and while a step is replayed `observed`. Written from the semantics alone: no
+slots, no offsets.
 """
 
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from kvlab.kernels.contract import HAIR
 
 DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
 NO_NUMBER = -math.inf
@@ -17,7 +20,8 @@ MERGE = {"mean": lambda heads: sum(heads) / len(heads), "sum": sum, "max": max, 
 @dataclass
 class Scanned:
     """outputs (batch, kv_heads, group, tokens, value_dim); rows after the scan; margin: how clear the closest decision was,
-    as the gap between the value that left and the next one, relative to them; peaks: most tokens that each row held."""
+    as the gap between the value that left and the next one, or between attention and a bound, relative to them; peaks: most
+    tokens that each row held."""
 
     outputs: np.ndarray
     rows: list
@@ -30,11 +34,19 @@ def numbers(tensor):
     return (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy().copy()
 
 
+def bits_of(row_of_bytes):
+    """Packed bits as one int, the first bit the lowest."""
+    return int.from_bytes(bytes(row_of_bytes.tolist()), "little")
+
+
 def rows_of(slots):
     """Rows of a `Slots` as lists of tokens, in slot order."""
     planes = {"key": slots.keys, "content": slots.values, "position": slots.positions}
-    planes |= {"value": slots.value, "special": slots.special, "source": slots.source}
+    planes |= {name: getattr(slots, name) for name in ("value", "norm", "bits", "special", "source")}
     arrays = {name: numbers(plane) for name, plane in planes.items() if plane is not None}
+    arrays["position"] = arrays["position"].tolist()
+    if "bits" in arrays:
+        arrays["bits"] = [bits_of(packed) for packed in arrays["bits"]]
     spans = zip(slots.offsets.tolist(), slots.lengths.tolist(), strict=True)
     return [[{name: array[slot] for name, array in arrays.items()} for slot in range(o, o + n)] for o, n in spans]
 
@@ -56,12 +68,25 @@ def capped(logit, rule):
     return logit if rule.softcap is None else rule.softcap * math.tanh(logit / rule.softcap)
 
 
-def weights_of(query, row, now, rule, sink):
+def faded(age, rate, floor, grace):
+    """What an old token's influence has come down to."""
+    return max(floor, rate ** max(0, age - grace))
+
+
+def lost(now, position, fade, grace):
+    """What is added to a logit."""
+    if fade is None or position < fade.num_sink:
+        return 0.0
+    return math.log(faded(now - position, fade.rate, fade.floor, grace))
+
+
+def weights_of(query, row, now, rule, sink, grace):
     """One query head's weights over a row, 0 where it sees nothing. NaN if there is nothing at all that it sees."""
     dots = np.array([token["key"] for token in row]) @ query
+    places = [token["position"] for token in row]
     logits = [
-        capped(rule.scaling * dot, rule) if sees(now, token["position"], rule.window) else None
-        for token, dot in zip(row, dots.tolist(), strict=True)
+        capped(rule.scaling * dot, rule) + lost(now, place, rule.fade, grace) if sees(now, place, rule.window) else None
+        for place, dot in zip(places, dots.tolist(), strict=True)
     ]
     terms = [logit for logit in [*logits, sink] if logit is not None]
     if not terms:
@@ -73,6 +98,10 @@ def weights_of(query, row, now, rule, sink):
 
 def sink_of(rule, head, member):
     return None if rule.sinks is None else float(rule.sinks[head, member])
+
+
+def grace_of(rule, b, head):
+    return None if rule.fade is None else int(rule.fade.grace[b, head])
 
 
 def mixed(weights, row):
@@ -91,7 +120,7 @@ def naive_attend(queries, rows, query_positions, rule):
         row, now = rows[b * kv_heads + h], query_positions[b, q]
         if now < 0:
             continue
-        found = weights_of(queries[b, h, g, q], row, now, rule, sink_of(rule, h, g))
+        found = weights_of(queries[b, h, g, q], row, now, rule, sink_of(rule, h, g), grace_of(rule, b, h))
         weights[b, h, g, q, : len(row)] = found
         outputs[b, h, g, q] = mixed(found, row)
     return outputs, weights
@@ -125,10 +154,15 @@ def _step(scanned, queries, arrivals, limits, attention, rule, where):
     unit = [scanned.rows[b * kv_heads + h] for h in heads]
     now, first = int(arrivals.positions[b, t]), heads[0]
     limit, target, recent = (int(plane[b, first]) for plane in (limits.limit, limits.target, limits.recent))
+    grace = None if limits.grace is None else int(limits.grace[b, first])
+    probes = [] if arrivals.probes is None else [bits_of(packed) for packed in arrivals.probes[b, first, :, t]]
 
     def make_room(room):
+        keys = None
         while len(unit[0]) > room:
-            _drop(scanned, unit, now, limit, recent, limits.num_sink, attention.window, rule)
+            if keys is None or rule.order == "ranked":
+                keys = _keys(unit, rule, now, limit, grace, probes)
+            _drop(scanned, unit, keys, now, recent, limits.num_sink, attention.window, rule)
 
     if now < 0:
         return
@@ -137,11 +171,9 @@ def _step(scanned, queries, arrivals, limits, attention, rule, where):
     for h, row in zip(heads, unit, strict=True):
         row.append(_arriving(arrivals, b, h, t))
         scanned.peaks[b * kv_heads + h] = max(scanned.peaks[b * kv_heads + h], len(row))
-        merged = _attend(scanned.outputs[b, h, :, t], queries[h], row, now, attention, rule, h)
-        for token, received in zip(row, merged, strict=True):
-            token["observed"] = received
-            if rule.observe == "sum":
-                token["value"] = token["value"] + received
+        if queries.shape[-1] > 0:
+            merged = _attend(scanned.outputs[b, h, :, t], queries[h], row, now, attention, rule, (b, h))
+            _observe(scanned, row, merged, now, rule)
     if not limits.before and len(unit[0]) > limit:
         make_room(min(target, limit))
 
@@ -150,48 +182,89 @@ def _arriving(arrivals, b, h, t):
     token = {"key": numbers(arrivals.keys[b, h, t]), "content": numbers(arrivals.values[b, h, t])}
     token["position"] = int(arrivals.positions[b, t])
     token["value"] = 0.0 if arrivals.value is None else float(arrivals.value[b, h, t])
+    token["norm"] = 0.0 if arrivals.norm is None else float(arrivals.norm[b, h, t])
+    token["bits"] = 0 if arrivals.bits is None else bits_of(arrivals.bits[b, h, t])
     token["special"] = False if arrivals.special is None else bool(arrivals.special[b, t])
     token["source"] = 0 if arrivals.source is None else int(arrivals.source[b, h, t])
     return token
 
 
-def _attend(out, queries, row, now, attention, rule, head):
+def _attend(out, queries, row, now, attention, rule, where):
     """Write outputs of the group's query heads; return each token's weight, merged over them."""
-    weights = [weights_of(query, row, now, attention, sink_of(attention, head, g)) for g, query in enumerate(queries)]
+    head, grace = where[1], grace_of(attention, *where)
+    weights = [weights_of(query, row, now, attention, sink_of(attention, head, g), grace) for g, query in enumerate(queries)]
     for g, of_head in enumerate(weights):
         out[g] = mixed(of_head, row)
     return [MERGE[rule.group](list(of_token)) for of_token in zip(*weights, strict=True)]
 
 
-def _drop(scanned, unit, now, limit, recent, num_sink, window, rule):
-    """One token of the unit leaves all of its rows."""
-    name = "observed" if rule.observe == "last" else "value"
-    values = {}  # of each position: its mean over the unit's rows
-    for token in unit[0]:
-        same = [other for row in unit for other in row if other["position"] == token["position"]]
-        assert len(same) == len(unit), "rows of a unit must hold the same tokens"
-        values[token["position"]] = sum(other.get(name, 0.0) for other in same) / len(unit)
-    finite = sum(math.isfinite(value) for value in values.values())
+def _observe(scanned, row, merged, now, rule):
+    """What a query's attention does to the tokens of a row, its own included."""
+    for token, received in zip(row, merged, strict=True):
+        token["observed"] = received
+        if rule.observe == "sum":
+            token["value"] = token["value"] + received
+        if rule.observe == "marks":
+            bound = (1 - HAIR) / (len(row) if rule.marks.of == "held" else now + 1)
+            scanned.margin = min(scanned.margin, abs(received - bound) / bound)
+            place = now % rule.marks.window
+            token["bits"] = token["bits"] & ~(1 << place) | ((received < bound) != rule.marks.high) << place
 
-    def normal_key(position):
-        value = values[position]
-        if rule.order == "age":
-            return position
-        if rule.order == "ranked" and finite <= limit // 2:
-            return math.inf if math.isfinite(value) else position
-        return NO_NUMBER if math.isnan(value) else value
+
+def _keys(unit, rule, now, limit, grace, probes):
+    """What orders a unit's unprotected tokens, the lowest first: {position: number}."""
+    row, name = unit[0], "observed" if rule.observe == "last" else "value"
+    places = [token["position"] for token in row]
+    if rule.order == "age":
+        return dict(zip(places, places, strict=True))
+    if rule.order == "count":
+        sign = 1 if rule.marks.high else -1
+        return {token["position"]: sign * token["bits"].bit_count() for token in row}
+    if rule.order == "distance":
+        return {token["position"]: -sum((token["bits"] ^ probe).bit_count() for probe in probes) for token in row}
+    if rule.order == "decayed":
+        return _left_of_importance(row, rule.decay, now, grace, name)
+    values = {}  # of each position: its mean over the unit's rows
+    for place in places:
+        same = [other for of_head in unit for other in of_head if other["position"] == place]
+        assert len(same) == len(unit), "rows of a unit must hold the same tokens"
+        values[place] = sum(other.get(name, 0.0) for other in same) / len(unit)
+    if rule.order == "ranked" and sum(map(math.isfinite, values.values())) <= limit // 2:
+        return {place: math.inf if math.isfinite(value) else place for place, value in values.items()}
+    return {place: NO_NUMBER if math.isnan(value) else value for place, value in values.items()}
+
+
+def _left_of_importance(row, decay, now, grace, name):
+    """influence * importance ** power; a number that is none counts as the lowest."""
+    left = {}
+    for token, value, norm in zip(row, _shares(row, name), _shares(row, "norm"), strict=True):
+        importance = decay.value_weight * value + decay.norm_weight * norm
+        influence = faded(now - token["position"], decay.rate, decay.floor, grace)
+        left[token["position"]] = NO_NUMBER if math.isnan(importance) else influence * importance**decay.power
+    return left
+
+
+def _shares(row, name):
+    """Each token's number as a part of the row's largest one; 0 if none is above 0."""
+    held = [token.get(name, 0.0) for token in row]
+    most = max((number for number in held if not math.isnan(number)), default=0.0)
+    return [number / most if most > 0 else 0 * number for number in held]
+
+
+def _drop(scanned, unit, keys, now, recent, num_sink, window, rule):
+    """One token of the unit leaves all of its rows."""
 
     def standing(token):
         position = token["position"]
         tier = _tier(token, now, recent, num_sink, window)
-        key = normal_key(position) if tier == NORMAL else -position if tier == SINK else position
+        key = keys[position] if tier == NORMAL else -position if tier == SINK else position
         return tier, key, position
 
     order = sorted(standing(token) for token in unit[0])
     victim = order[0][2]
     for row in unit:
         row[:] = [token for token in row if token["position"] != victim]
-    if rule.observe != "nothing" and rule.order != "age":
+    if rule.order == "decayed" or (rule.order in ("value", "ranked") and rule.observe in ("sum", "last")):
         scanned.margin = min(scanned.margin, _margin(order))
 
 

@@ -22,8 +22,8 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from kvlab.kernels import cpu, gpu, reference  # noqa: E402
-from kvlab.kernels.contract import GROUPS, Arrivals, Limits, ScanRule, Slots  # noqa: E402
-from kvlab.kernels.reference import AttentionRule  # noqa: E402
+from kvlab.kernels.contract import GROUPS, Arrivals, Decay, Limits, Marks, ScanRule, Slots  # noqa: E402
+from kvlab.kernels.reference import AttentionRule, Fade  # noqa: E402
 
 if DEVICE == "cpu":
     import triton.language as tl
@@ -33,6 +33,7 @@ if DEVICE == "cpu":
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-5, torch.float16: 2e-5}
 """bfloat16: a weight is held in two halves of 8 bits each."""
 PLAIN = AttentionRule(0.3)
+FADE = Fade(0.7, 0.05, 1, torch.tensor([[0, 2], [5, 2**40]]))
 
 
 def close(found, expected, tolerance):
@@ -51,6 +52,10 @@ def on_device(thing):
 
 def normal(seed, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def codes(seed, *shape):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
 def sinks(heads, group):
@@ -92,6 +97,8 @@ def dense(slots, batch, heads):
         (4, 1, (64, 16), AttentionRule(0.3, softcap=2.0), torch.bfloat16, 1),
         (2, 1, (16, 40), AttentionRule(0.3, sinks=sinks(2, 2)), torch.float16, 1),
         (5, 4, (24, 24), AttentionRule(0.3, window=23, softcap=5.0, sinks=sinks(2, 5)), torch.float32, 3),
+        (2, 2, (16, 16), AttentionRule(0.3, fade=FADE), torch.float32, 1),
+        (3, 1, (24, 16), AttentionRule(0.3, window=30, softcap=2.0, sinks=sinks(2, 3), fade=FADE), torch.bfloat16, 2),
     ],
 )
 @pytest.mark.parametrize("want_weights", [False, True])
@@ -118,7 +125,8 @@ def test_decode_attend_equals_the_definition(group, count, dims, rule, dtype, sp
 
 
 def moved(rule):
-    return rule if rule.sinks is None else dataclasses.replace(rule, sinks=rule.sinks.to(DEVICE))
+    parts = {name: on_device(getattr(rule, name)) for name in ("sinks", "fade") if getattr(rule, name) is not None}
+    return dataclasses.replace(rule, **parts)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [33, 1], [0, 7]])
@@ -191,6 +199,8 @@ class Case:
     source: bool = False
     values: str = "random"
     tokens: int = 7
+    bytes: int = 1
+    probes: int = 2
 
     def build(self):
         """Queries, arrivals, slots, limits."""
@@ -215,6 +225,8 @@ class Case:
             value=value,
             special=torch.arange(total) % 5 == 0 if self.special else None,
             source=torch.arange(total, dtype=torch.int32) if self.source else None,
+            norm=None if self.rule.norm is None else normal(6, total).abs(),
+            bits=None if self.rule.bits is None else codes(7, total, self.bytes),
         )
         tokens = self.tokens
         positions = torch.stack([torch.arange(tokens) + 14, torch.arange(tokens) + 13])
@@ -230,6 +242,9 @@ class Case:
             arrived,
             torch.arange(batch * tokens).view(batch, tokens) % 4 == 1 if self.special else None,
             1000 + torch.arange(batch * heads * tokens, dtype=torch.int32).view(batch, heads, tokens) if self.source else None,
+            None if self.rule.norm is None or self.values == "ties" else normal(9, batch, heads, tokens).abs(),
+            codes(10, batch, heads, tokens, self.bytes) if self.rule.order == "distance" else None,
+            codes(14, batch, heads, self.probes, tokens, self.bytes) if self.rule.order == "distance" else None,
         )
         queries = normal(13, batch, heads, self.group, tokens, self.dims[0], dtype=self.dtype)
         ragged = torch.zeros(batch, heads, dtype=torch.int64) if self.rule.coupled else torch.tensor([[0, 2], [1, 0]])
@@ -239,6 +254,7 @@ class Case:
             torch.full((batch, heads), self.recent),
             self.num_sink,
             self.before,
+            torch.tensor([[0, 3], [2**40, 1]]) if self.rule.order == "decayed" else None,
         )
         return queries, arrivals, slots, limits
 
@@ -253,15 +269,24 @@ class Case:
         return (expected, slots), (output, theirs)
 
 
+def counted(window, high=False, of="seen", group="mean"):
+    return ScanRule("marks", "count", bits="marks", marks=Marks(window, high, of), group=group)
+
+
+def decayed(observe="sum", decay=Decay(0.8, 0.1, 1.2, 0.7, 0.3)):  # noqa: B008 - it is frozen
+    return ScanRule(observe, "decayed", None if observe == "last" else "mass", norm="norm", decay=decay)
+
+
 SUMS = ScanRule("sum", "value", "mass")
+FAR = ScanRule(order="distance", bits="codes")
 CASES = {
     "sum": Case(SUMS),
     "sum, many leave at once": Case(SUMS, target=7),
     "sum, ties": Case(ScanRule("nothing", "value", "mass"), values="ties"),
     "sum, odd values": Case(SUMS, values="odd"),
-    "sum, max of a group of 3": Case(ScanRule("sum", "value", "mass", "max"), group=3),
-    "sum of a group of 5": Case(ScanRule("sum", "value", "mass", "sum"), group=5, dims=(33, 16)),
-    "sum, first of a group": Case(ScanRule("sum", "value", "mass", "first"), group=4),
+    "sum, max of a group of 3": Case(ScanRule("sum", "value", "mass", group="max"), group=3),
+    "sum of a group of 5": Case(ScanRule("sum", "value", "mass", group="sum"), group=5, dims=(33, 16)),
+    "sum, first of a group": Case(ScanRule("sum", "value", "mass", group="first"), group=4),
     "sum, before": Case(SUMS, before=True, target=8),
     "sum, coupled": Case(ScanRule("sum", "value", "mass", coupled=True)),
     "sum, bfloat16": Case(SUMS, dtype=torch.bfloat16),
@@ -281,6 +306,27 @@ CASES = {
     "ranked, half are finite": Case(ScanRule("sum", "ranked", "mass"), values="odd", limit=11, target=10, source=True),
     "ranked, all finite": Case(ScanRule("nothing", "ranked", "mass"), limit=8, target=8),
     "ranked, coupled": Case(ScanRule("nothing", "ranked", "mass", coupled=True), values="odd"),
+    "low of seen": Case(counted(5), target=6, special=True, source=True),
+    "low of held, around a word's end": Case(counted(29, of="held"), bytes=4, target=6),
+    "high of held, max": Case(counted(20, True, "held", "max"), bytes=3, group=3, before=True, target=5),
+    "high of seen, sum": Case(counted(8, True, group="sum"), AttentionRule(0.3, window=9), bytes=1, group=3),
+    "marks, coupled, age": Case(ScanRule("marks", bits="marks", marks=Marks(3), coupled=True)),
+    "distance": Case(FAR, before=True, target=6, special=True, source=True),
+    "distance, 2 bytes": Case(FAR, bytes=2, probes=1, before=True),
+    "distance, 5 bytes": Case(FAR, AttentionRule(0.3, window=12), bytes=5, probes=3, recent=1),
+    "distance, a word": Case(FAR, bytes=4, probes=3, target=7),
+    "distance, words": Case(FAR, bytes=20, probes=1, target=7, before=True),
+    "decayed": Case(decayed(), target=6, special=True, source=True),
+    "decayed, last, before": Case(decayed("last", Decay(0.9, 0.01, 2.0, 1.0, 0.5)), before=True, target=6),
+    "decayed, odd values": Case(decayed("nothing", Decay(0.7, 0.3, 0.5, 0.0, 1.0)), values="odd", target=5),
+    "decayed, ties": Case(decayed("nothing", Decay(0.7, 0.3, 0.0, 1.0, 1.0)), values="ties", target=5),
+    "fade": Case(SUMS, AttentionRule(0.3, fade=FADE)),
+    "fade, cap, sinks, window": Case(
+        counted(4), AttentionRule(0.3, 10, 2.0, sinks(2, 2), fade=FADE), dtype=torch.bfloat16, target=6
+    ),
+    "no dims, age": Case(ScanRule(), AttentionRule(0.3, window=9), dims=(0, 0), source=True, target=6),
+    "no dims, distance": Case(FAR, dims=(0, 0), bytes=8, source=True, special=True, before=True),
+    "no key dims": Case(FAR, dims=(0, 16)),
 }
 
 
@@ -291,7 +337,7 @@ def check_scan(case):
     assert torch.equal(ours.lengths.cpu(), theirs.lengths)
     assert torch.equal(ours.positions.cpu(), theirs.positions)
     held = theirs.positions >= 0
-    for name in ("keys", "values", "special", "source"):
+    for name in ("keys", "values", "special", "source", "norm", "bits"):
         plane, other = getattr(ours, name), getattr(theirs, name)
         assert (plane is None) == (other is None)
         if plane is not None:
@@ -311,7 +357,10 @@ def test_scan_of_many_tokens(case):
     check_scan(case)
 
 
-STEPWISE = ["sum", "sum, before", "last, coupled, before", "last", "ranked", "age, window", "age, before"]
+STEPWISE = [
+    "sum", "sum, before", "last, coupled, before", "last", "ranked", "age, window", "age, before", "high of held, max",
+    "distance", "decayed", "fade",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPWISE)
@@ -320,24 +369,38 @@ def test_scan_of_many_tokens_launch_by_launch(name, monkeypatch):
     check_scan(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["sum", "sum, coupled", "last, before", "last, coupled", "age", "ranked"])
+SINGLY = ["sum", "sum, coupled", "last, before", "last, coupled", "age", "ranked", "low of seen", "no dims, age"]
+
+
+@pytest.mark.parametrize("name", SINGLY)
 def test_scan_of_one_token(name):
     check_scan(dataclasses.replace(CASES[name], tokens=1, limit=6, target=5))
 
 
-def test_victims_beyond_one_block():
-    """Rows longer than the block that looks for victims; several equal values, the oldest of which leaves."""
+@pytest.mark.parametrize(
+    "rule, number_of_bytes",
+    [(ScanRule("nothing", "value", "mass"), 1), (counted(77), 10), (FAR, 76), (decayed(), 1)],
+    ids=["value", "count", "distance", "decayed"],
+)
+def test_victims_beyond_one_block(rule, number_of_bytes):
+    """Rows longer than the blocks that tokens are looked at in; several equal values, the oldest of which leaves."""
     length, widest = 75, 80
     slots = filled(1, 2, widest, (16, 16), [length, length])
-    value = (torch.arange(len(slots.positions)) % 4).float()  # so that slots of one lane are equal too
-    slots = dataclasses.replace(slots, value=value)
+    total = len(slots.positions)
+    value = (torch.arange(total) % 4).float()  # so that slots of one lane are equal too
+    slots = dataclasses.replace(slots, value=value, norm=normal(4, total).abs(), bits=codes(5, total, number_of_bytes))
     positions = torch.arange(3)[None] + length
-    arrivals = Arrivals(normal(1, 1, 2, 3, 16), normal(2, 1, 2, 3, 16), positions)
-    limits = Limits(*(torch.full((1, 2), number) for number in (length, length - 20, 10)), num_sink=4)
+    arrivals = Arrivals(
+        normal(1, 1, 2, 3, 16), normal(2, 1, 2, 3, 16), positions, bits=codes(6, 1, 2, 3, number_of_bytes),
+        probes=codes(7, 1, 2, 2, 3, number_of_bytes),
+    )  # fmt: skip
+    bounds = (torch.full((1, 2), number) for number in (length, length - 20, 10))
+    limits = Limits(*bounds, num_sink=4, grace=torch.tensor([[20, 7]]))
     queries, theirs = normal(3, 1, 2, 1, 3, 16), on_device(slots)
-    rule = ScanRule("nothing", "value", "mass")
-    gpu.evict_scan(on_device(queries), on_device(arrivals), theirs, on_device(limits), PLAIN, rule)
-    cpu.evict_scan(queries, arrivals, slots, limits, PLAIN, rule)
+    attention = AttentionRule(0.3, fade=Fade(0.9, 0.01, 4, torch.tensor([[3, 30]])))
+    output = gpu.evict_scan(on_device(queries), on_device(arrivals), theirs, on_device(limits), moved(attention), rule)
+    expected = cpu.evict_scan(queries, arrivals, slots, limits, attention, rule)
+    close(output, expected, 1e-5)
     assert torch.equal(theirs.positions.cpu(), slots.positions)
     assert torch.equal(theirs.lengths.cpu(), slots.lengths)
 
@@ -368,8 +431,8 @@ COMPILE = textwrap.dedent("""
 
     triton.runtime.driver.set_active(Driver())
     from kvlab.kernels import gpu
-    from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
-    from kvlab.kernels.reference import AttentionRule
+    from kvlab.kernels.contract import Arrivals, Decay, Limits, Marks, ScanRule, Slots
+    from kvlab.kernels.reference import AttentionRule, Fade
 
     class Compiled:
         def __init__(self, kernel):
@@ -383,24 +446,39 @@ COMPILE = textwrap.dedent("""
     for name in ("_attend_part", "_combine", "_scan", "_forward", "_mass"):
         setattr(gpu, name, Compiled(getattr(gpu, name)))
 
-    def run(dtype, dim, tokens, rule, attention, planes):
+    def run(dtype, dim, tokens, rule, attention, planes, width=1):
         total = 600
         slots = Slots(torch.zeros(total, dim, dtype=dtype), torch.zeros(total, dim, dtype=dtype), torch.zeros(total).int(),
                       torch.arange(2) * 300, torch.zeros(2).long(), 300, torch.zeros(total) if rule.plane else None,
-                      torch.zeros(total).bool() if planes else None, torch.zeros(total).int() if planes else None)
+                      torch.zeros(total).bool() if planes else None, torch.zeros(total).int() if planes else None,
+                      torch.zeros(total) if rule.norm else None, torch.zeros(total, width).byte() if rule.bits else None)
         new = torch.zeros(1, 2, tokens, dim, dtype=dtype)
         arrivals = Arrivals(new, new, torch.zeros(1, tokens).long(), torch.zeros(1, 2, tokens) if planes else None,
                             torch.zeros(1, tokens).bool() if planes else None,
-                            torch.zeros(1, 2, tokens).int() if planes else None)
-        limits = Limits(*3 * [torch.zeros(1, 2).long()], before=planes)
+                            torch.zeros(1, 2, tokens).int() if planes else None,
+                            torch.zeros(1, 2, tokens) if planes else None,
+                            torch.zeros(1, 2, tokens, width).byte() if planes else None,
+                            torch.zeros(1, 2, 3, tokens, width).byte())
+        limits = Limits(*3 * [torch.zeros(1, 2).long()], before=planes, grace=torch.zeros(1, 2).long())
         queries = torch.zeros(1, 2, 3, tokens, dim, dtype=dtype)
         gpu.evict_scan(queries, arrivals, slots, limits, attention, rule)
         positions = torch.zeros(1, 2, tokens).int()
+        if dim == 0 or attention.fade is not None:
+            return
         gpu.prefill_stats(queries, new, new, arrivals.positions, positions, attention, group=rule.group, causal=planes)
 
     run(torch.bfloat16, 128, 1, ScanRule("sum", "value", "mass"), AttentionRule(0.1), False)
-    run(torch.float32, 80, 5, ScanRule("last", "ranked", None, "max", True), AttentionRule(0.1, 9, 5.0, torch.zeros(2, 3)),
-        True)
+    run(torch.float32, 80, 5, ScanRule("last", "ranked", group="max", coupled=True),
+        AttentionRule(0.1, 9, 5.0, torch.zeros(2, 3)), True)
+    fading = AttentionRule(0.1, fade=Fade(0.9, 0.1, 1, torch.zeros(1, 2).long()))
+    marks = ScanRule("marks", "count", bits="bits", marks=Marks(40))
+    decayed = ScanRule("sum", "decayed", "mass", norm="norm", decay=Decay(1.0, 0.1, 1.0, 1.0, 0.3))
+    far = ScanRule(order="distance", bits="bits")
+    run(torch.bfloat16, 128, 1, marks, fading, False, 5)
+    run(torch.bfloat16, 64, 5, marks, fading, True, 20)
+    run(torch.float32, 64, 5, decayed, fading, True)
+    run(torch.bfloat16, 64, 5, far, AttentionRule(0.1), False, 2)
+    run(torch.float32, 0, 5, far, AttentionRule(0.1), True, 8)
 """)
 
 
@@ -411,4 +489,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     environment.pop("TRITON_INTERPRET", None)
     ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("compiled") >= 9, ran.stdout
+    assert ran.stdout.count("compiled") >= 17, ran.stdout

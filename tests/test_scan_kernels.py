@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.kernels.contract import GROUPS, OBSERVE, ORDER, Arrivals, Limits, ScanRule, Slots
-from kvlab.kernels.reference import AttentionRule, attend_with_mass
+from kvlab.kernels.contract import GROUPS, OBSERVE, ORDER, Arrivals, Decay, Limits, Marks, ScanRule, Slots
+from kvlab.kernels.reference import AttentionRule, Fade, attend_with_mass
 from naive_kernels import naive_attend, naive_prefill, naive_scan, numbers, rows_of, sees
 
 BACK_ENDS = {"cpu": "cpu"}  # module in kvlab.kernels: device
@@ -31,6 +31,9 @@ RULES = [
     for observe, order, before in itertools.product(OBSERVE, ORDER, (False, True))
     if not (observe == "last" and before)  # a token that comes in first has no attention to decide by
 ]
+COUPLED_ORDERS = ("age", "value", "ranked")
+DECAY = Decay(rate=0.9, floor=0.2, power=1.2, value_weight=0.7, norm_weight=0.3)
+FADE = (0.8, 0.1, 1, (0, 4))  # rate, floor, sinks, grace
 PADS = {
     "none": "++++++++++++",
     "left": "...+++++++++",
@@ -94,17 +97,35 @@ class Draw:
         return torch.randperm(size, generator=self.generator)[:count].tolist()
 
 
+def make_rule(observe="nothing", order="age", merge="mean", *, marks=None, decay=DECAY, coupled=False):
+    """A rule with all that its family needs; planes are named as those of `Slots`."""
+    marks = marks or Marks(5)
+    by_bits = observe == "marks" or order in ("count", "distance")
+    return ScanRule(
+        observe,
+        order,
+        "value" if observe == "sum" or (order in ("value", "ranked", "decayed") and observe != "last") else None,
+        bits="bits" if by_bits else None,
+        norm="norm" if order == "decayed" else None,
+        marks=marks if observe == "marks" or order == "count" else None,
+        decay=decay if order == "decayed" else None,
+        group=merge,
+        coupled=coupled,
+    )
+
+
 def plane_of_limits(draw, value, shape):
     """One number for all rows, or a random one of each row from a range (low, high)."""
     rows = [value if isinstance(value, int) else draw.between(*value) for _ in range(math.prod(shape))]
     return torch.tensor(rows).reshape(shape)
 
 
-def make_limits(draw, shape, limit, target, recent, num_sink, before):
+def make_limits(draw, shape, limit, target, recent, num_sink, before, grace):
     limit = plane_of_limits(draw, limit, shape)
     target = limit.clone() if target is None else torch.minimum(limit, plane_of_limits(draw, target, shape))
     recent = torch.minimum(limit, plane_of_limits(draw, recent, shape))
-    return Limits(limit=limit, target=target, recent=recent, num_sink=num_sink, before=before)
+    grace = None if grace is None else plane_of_limits(draw, grace, shape)
+    return Limits(limit=limit, target=target, recent=recent, num_sink=num_sink, before=before, grace=grace)
 
 
 def most_held(length, arriving, limit, before):
@@ -133,10 +154,12 @@ def fill_values(draw, size, kind, dtype):
     if kind == "odd":
         for index, number in enumerate((math.nan, math.inf, -math.inf)):
             values[draw.some(size, size // 6 + (index == 0) * size // 6)] = number
+    if kind == "zero":
+        values = values * 0
     return values.to(dtype)
 
 
-def make_slots(draw, held, capacities, dims, dtype, *, values, special, source, value_dtype):
+def make_slots(draw, held, capacities, dims, dtype, *, values, special, source, value_dtype, norms=None, code=None):
     """Rows with gaps between them. What no row holds is garbage; a gap's positions look like those of tokens."""
     gaps = [draw.below(4) for _ in range(len(held) + 1)]
     offsets = [sum(gaps[: r + 1]) + sum(capacities[:r]) for r in range(len(held))]
@@ -151,6 +174,8 @@ def make_slots(draw, held, capacities, dims, dtype, *, values, special, source, 
         value=None if values is None else torch.full((total,), 77.0, dtype=value_dtype),
         special=torch.ones(total, dtype=torch.bool) if special else None,
         source=torch.full((total,), -55, dtype=torch.int32) if source else None,
+        norm=None if norms is None else torch.full((total,), 88.0),
+        bits=None if code is None else torch.full((total, code.bytes), 0b10101010, dtype=torch.uint8),
     )
     for row, offset, capacity in zip(held, offsets, capacities, strict=True):
         slots.positions[offset : offset + capacity] = -1
@@ -163,7 +188,33 @@ def make_slots(draw, held, capacities, dims, dtype, *, values, special, source, 
             slots.special[part] = torch.tensor([position % 5 == 1 for position in row], dtype=torch.bool)
         if source:
             slots.source[part] = torch.arange(len(row), dtype=torch.int32) + 1000 * (offset + 1)
+        if norms is not None:
+            slots.norm[part] = fill_values(draw, len(row), norms, torch.float32)
+        if code is not None:
+            slots.bits[part] = code.draw(draw, len(row))
     return slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """How a rule's bits are drawn: only the first `places` of their bytes are ever set."""
+
+    bytes: int
+    places: int
+
+    def draw(self, draw, *shape):
+        bits = torch.randint(2, (*shape, 8 * self.bytes), generator=draw.generator)
+        bits[..., self.places :] = 0
+        return (bits.unflatten(-1, (self.bytes, 8)) << torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def code_of(rule, size):
+    """A rule's bits: as many as marks need, whole bytes for distances, `size` of them where that is enough."""
+    if rule.bits is None:
+        return None
+    needed = 1 if rule.marks is None else -(-rule.marks.window // 8)
+    size = max(size, needed)
+    return Code(size, 8 * size) if rule.order == "distance" else Code(needed, rule.marks.window)
 
 
 def arriving_positions(draw, pads, batch, tokens, start):
@@ -177,25 +228,37 @@ def arriving_positions(draw, pads, batch, tokens, start):
     return positions
 
 
-def make_arrivals(draw, positions, kv_heads, dims, dtype, *, values, special, source, value_dtype):
+def make_arrivals(
+    draw, positions, kv_heads, dims, dtype, *, values, special, source, value_dtype, norms=None, code=None, probes=None
+):  # fmt: skip
     batch, tokens = positions.shape
     shape = (batch, kv_heads, tokens)
-    value = None
-    if values is not None:
-        value = torch.stack([fill_values(draw, tokens, values, value_dtype) for _ in range(batch * kv_heads)]).view(shape)
+
+    def plane(kind, dtype):
+        """Nothing, or numbers drawn row by row."""
+        if kind is None:
+            return None
+        return torch.stack([fill_values(draw, tokens, kind, dtype) for _ in range(batch * kv_heads)]).view(shape)
+
     return Arrivals(
         keys=draw.normal(*shape, dims[0], dtype=dtype),
         values=draw.normal(*shape, dims[1], dtype=dtype),
         positions=positions,
-        value=value,
+        value=plane(values, value_dtype),
         special=draw.uniform(batch, tokens) < 0.2 if special else None,
         source=torch.arange(math.prod(shape), dtype=torch.int32).view(shape) if source else None,
+        norm=plane(norms, torch.float32),
+        bits=None if code is None else code.draw(draw, *shape),
+        probes=None if probes is None else code.draw(draw, batch, kv_heads, probes, tokens),
     )
 
 
-def make_attention(draw, kv_heads, group, head_dim, window=None, softcap=None, sinks=False):
-    sinks = draw.normal(kv_heads, group) + 1 if sinks else None
-    return AttentionRule(scaling=1.5 * head_dim**-0.5, window=window, softcap=softcap, sinks=sinks)
+def make_attention(draw, shape, group, head_dim, window=None, softcap=None, sinks=False, fade=None):
+    """shape: (batch, kv_heads); fade: (rate, floor, sinks, grace as for `plane_of_limits`)."""
+    sinks = draw.normal(shape[1], group) + 1 if sinks else None
+    if fade is not None:
+        fade = Fade(*fade[:3], plane_of_limits(draw, fade[3], shape))
+    return AttentionRule(1.5 * max(1, head_dim) ** -0.5, window, softcap, sinks, fade)
 
 
 def make_case(
@@ -212,35 +275,53 @@ def make_case(
     limit=(2, 7),
     target=None,
     recent=(0, 2),
+    grace=(0, 4),
     num_sink=0,
     pads="none",
     values="plain",
     arriving="plain",
+    bytes=2,
+    probes=2,
     special=False,
     source=True,
     start=None,
     value_dtype=torch.float32,
     **attention,
 ):
-    """A call of the scan. `values` and `arriving`: how values of held and of arriving tokens are drawn, None: not at all."""
+    """A call of the scan. `values` and `arriving`: how values of held and of arriving tokens are drawn, None: not at all.
+
+    bytes: of codes whose distance counts; bits of marks are as many as needed, and those of arriving tokens start at 0
+    """
     draw = Draw(seed)
-    rule = rule or ScanRule("sum", "value", "value")
+    rule = rule or make_rule("sum", "value")
     values, arriving = (None if rule.plane is None else kind for kind in (values, arriving))
+    norms, code = None if rule.norm is None else "plain", code_of(rule, bytes)
+    by_distance = rule.order == "distance"
     start = start or [0 if held == "none" else draw.between(6, 12) for _ in range(shape[0])]
-    limits = make_limits(draw, shape, limit, target, recent, num_sink, before)
+    limits = make_limits(draw, shape, limit, target, recent, num_sink, before, grace if rule.order == "decayed" else None)
     rows = held_positions(draw, shape, limits, start, held, rule.coupled)
     positions = arriving_positions(draw, pads, shape[0], tokens, start)
     capacities = []
     for (b, h), row in zip(np.ndindex(*shape), rows, strict=True):
         bound = int(limits.limit[b, 0 if rule.coupled else h])
         capacities.append(most_held(len(row), int((positions[b] >= 0).sum()), bound, before))
-    planes = {"special": special, "source": source, "value_dtype": value_dtype}
+    planes = {"special": special, "source": source, "value_dtype": value_dtype, "norms": norms}
     return Case(
         queries=draw.normal(*shape, group, tokens, dims[0], dtype=dtype),
-        arrivals=make_arrivals(draw, positions, shape[1], dims, dtype, values=arriving, **planes),
-        slots=make_slots(draw, rows, capacities, dims, dtype, values=values, **planes),
+        arrivals=make_arrivals(
+            draw,
+            positions,
+            shape[1],
+            dims,
+            dtype,
+            values=arriving,
+            code=code if by_distance else None,
+            probes=probes if by_distance else None,
+            **planes,
+        ),
+        slots=make_slots(draw, rows, capacities, dims, dtype, values=values, code=code, **planes),
         limits=limits,
-        attention=make_attention(draw, shape[1], group, dims[0], **attention),
+        attention=make_attention(draw, shape, group, dims[0], **attention),
         rule=rule,
         capacities=capacities,
     )
@@ -293,14 +374,15 @@ def assert_same_rows(actual, expected, names, **tolerance):
         row, wanted = (sorted(tokens, key=lambda token: token["position"]) for tokens in (row, wanted))
         assert [token["position"] for token in row] == [token["position"] for token in wanted]
         for token, other in zip(row, wanted, strict=True):
-            for name in names:
+            assert "bits" not in names or token["bits"] == other["bits"]
+            for name in set(names) - {"bits"}:  # ints of any size
                 np.testing.assert_allclose(
                     token[name], other[name], **((tolerance or CLOSE) if name == "value" else {"rtol": 0}), err_msg=name
                 )
 
 
 def planes_of(slots):
-    names = {"key": slots.keys, "content": slots.values, "value": slots.value}
+    names = {"key": slots.keys, "content": slots.values, "value": slots.value, "norm": slots.norm, "bits": slots.bits}
     names |= {"special": slots.special, "source": slots.source}
     return [name for name, plane in names.items() if plane is not None]
 
@@ -313,7 +395,7 @@ def assert_around(case, slots):
         assert 0 <= length <= capacity
         assert (slots.positions[offset + length : offset + capacity] == -1).all()
         outside[offset : offset + capacity] = False
-    for plane in ("keys", "values", "positions", "value", "special", "source"):
+    for plane in ("keys", "values", "positions", "value", "norm", "bits", "special", "source"):
         before, after = getattr(case.slots, plane), getattr(slots, plane)
         if before is not None:
             assert_identical(before[outside], after[outside])
@@ -342,7 +424,7 @@ def check_scan(kernels, case, expected):
 @pytest.mark.parametrize("merge", GROUPS)
 @pytest.mark.parametrize(("observe", "order", "before"), RULES)
 def test_every_rule(kernels, observe, order, before, merge):
-    rule = ScanRule(observe, order, None if observe == "last" else "value", merge)
+    rule = make_rule(observe, order, merge)
     kind = "odd" if order == "ranked" and observe == "nothing" else "plain"
     options = {"num_sink": 1, "values": kind, "arriving": kind, "target": (1, 7), "special": True}
     case, expected = clear_case(1, rule=rule, before=before, group=3, **options)
@@ -350,15 +432,15 @@ def test_every_rule(kernels, observe, order, before, merge):
 
 
 @pytest.mark.parametrize("merge", GROUPS)
-@pytest.mark.parametrize("order", ORDER)
+@pytest.mark.parametrize("order", COUPLED_ORDERS)
 def test_coupled_rows_drop_by_the_mean_of_a_steps_attention(kernels, order, merge):
-    rule = ScanRule("last", order, None, merge, coupled=True)
+    rule = make_rule("last", order, merge, coupled=True)
     case, expected = clear_case(2, rule=rule, shape=(2, 3), group=2, num_sink=1, target=(1, 7), special=True)
     check_scan(kernels, case, expected)
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("order", ORDER)
+@pytest.mark.parametrize("order", COUPLED_ORDERS)
 def test_coupled_rows_of_equal_values_drop_together(kernels, order, before):
     """Limits are the first row's, whatever those of the other rows are."""
     rule = ScanRule("nothing", order, "value", coupled=True)
@@ -385,12 +467,18 @@ def test_coupled_rows_drop_by_the_mean_of_stored_values(kernels, observe):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(30))
 def test_anything_at_once(kernels, seed, before):
     draw = Draw(seed)
-    observe, order = OBSERVE[draw.below(2 if before else 3)], ORDER[draw.below(3)]
-    rule = ScanRule(observe, order, None if observe == "last" else "value", GROUPS[draw.below(4)], coupled=observe == "last")
+    fitting = [names for *names, first_room in RULES if first_room == before]
+    observe, order = fitting[draw.below(len(fitting))]
+    marks = Marks(draw.between(1, 20), high=bool(draw.below(2)), of=("seen", "held")[draw.below(2)])
+    coupled = observe == "last" and order in COUPLED_ORDERS
+    rule = make_rule(observe, order, GROUPS[draw.below(4)], marks=marks, coupled=coupled)
     options = {
+        "bytes": draw.between(1, 9),
+        "probes": draw.between(1, 3),
+        "fade": FADE if draw.below(3) == 0 else None,
         "shape": (3, draw.between(1, 3)),
         "group": draw.between(1, 4),
         "limit": (1, 9),
@@ -413,6 +501,210 @@ def test_a_call_without_tokens(kernels):
     check_scan(kernels, case, expect(case))
 
 
+# --- the scan: bits, ages, scans that decide alone ---
+
+MARKS = [
+    Marks(window, high, of) for window in (3, 8, 20, 40) for high, of in itertools.product((False, True), ("seen", "held"))
+]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("marks", MARKS, ids=str)
+def test_bits_of_attention_decide(kernels, marks, before):
+    """Texts of up to 26 tokens, so that a ring of bits is gone round many times, once, or not at all."""
+    for merge in GROUPS:
+        rule = make_rule("marks", "count", merge, marks=marks)
+        options = {"limit": (4, 9), "target": (2, 9), "num_sink": 1, "special": True, "group": 3}
+        case, expected = clear_case(51, rule=rule, before=before, pads=("middle", "left"), **options)
+        check_scan(kernels, case, expected)
+
+
+def test_bits_are_set_whatever_decides(kernels):
+    """Each row has its own, whether its tokens leave alone or with those of other rows."""
+    for order, coupled in (("age", False), ("age", True), ("value", False), ("distance", False)):
+        case, expected = clear_case(52, rule=make_rule("marks", order, coupled=coupled), bytes=1, target=(1, 7))
+        check_scan(kernels, case, expected)
+
+
+def test_bits_may_come_along(kernels):
+    """And start at 0 where they don't, even in a slot that a token of other bits has left."""
+    case, _ = clear_case(53, rule=make_rule("marks", "count", marks=Marks(20)), held="full", limit=(3, 5))
+    given = code_of(case.rule, 1).draw(Draw(53), *case.arrivals.keys.shape[:3])
+    for bits in (None, given):
+        part = dataclasses.replace(case, arrivals=dataclasses.replace(case.arrivals, bits=bits))
+        expected = expect(part)
+        assert expected.margin > CLEAR, "choose another seed"
+        check_scan(kernels, part, expected)
+
+
+@pytest.mark.parametrize("of", ["seen", "held"])
+def test_attention_at_the_bound_is_not_low(kernels, of):
+    """Tokens that all get the same, 1 / their number: rounding may not put some of them below it."""
+    rule = make_rule("marks", "count", marks=Marks(40, of=of))
+    for group in (1, 5, 6, 8):  # the mean of 8 equal numbers may come out smaller
+        case = make_case(54, rule=rule, group=group, limit=UNLIMITED, held="none", tokens=40, shape=(1, 1))
+        case = dataclasses.replace(case, queries=torch.zeros_like(case.queries))
+        _, slots = run_scan(kernels, case)
+        assert (slots.bits[int(slots.offsets) :][:40] == 0).all()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("probes", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 12, 16])
+def test_the_farthest_code_leaves(kernels, size, probes, before):
+    rule = make_rule(order="distance")
+    options = {"limit": (3, 8), "target": (1, 8), "num_sink": 1, "special": True, "pads": ("none", "mixed")}
+    for seed in range(3):
+        case = make_case(60 + seed, rule=rule, bytes=size, probes=probes, before=before, **options)
+        check_scan(kernels, case, expect(case))
+
+
+DECAYS = {
+    "usual": (DECAY, (0, 4)),
+    "by value": (Decay(0.8, 0.1, 1.0, 1.0, 0.0), (0, 4)),
+    "by norm": (Decay(0.8, 0.1, 0.5, 0.0, 2.0), (0, 4)),
+    "squared": (Decay(0.95, 0.01, 2.0, 0.3, 0.3), (0, 4)),
+    "age alone": (Decay(0.9, 0.001, 0.0, 0.5, 0.5), 0),
+    "at once at the floor": (Decay(0.5, 0.9, 1.5, 0.5, 0.5), 1),
+    "never": (Decay(1.0, 1.0, 1.0, 0.5, 0.5), 0),
+    "not yet": (Decay(0.5, 0.1, 1.0, 0.5, 0.5), UNLIMITED),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("name", DECAYS)
+def test_what_has_decayed_most_leaves(kernels, name, before):
+    decay, grace = DECAYS[name]
+    for observe in ("nothing", "sum") if before else ("nothing", "sum", "last"):
+        rule = make_rule(observe, "decayed", decay=decay)
+        options = {"limit": (3, 8), "target": (1, 8), "num_sink": 1, "special": True, "pads": ("none", "mixed")}
+        case, expected = clear_case(70, rule=rule, before=before, grace=grace, tokens=20, **options)
+        check_scan(kernels, case, expected)
+
+
+@pytest.mark.parametrize("kind", ["zero", "odd"])
+def test_values_that_are_no_numbers_decay_too(kernels, kind):
+    """NaN is lower than all; where no value is above 0, norms alone count. Infinity has no share of itself: it isn't drawn."""
+    for seed in range(6):
+        rule = make_rule("nothing", "decayed")
+        case = make_case(80 + seed, rule=rule, values=kind, arriving=kind, limit=(4, 8), target=(2, 8))
+        for plane in (case.slots.value, case.arrivals.value):
+            plane[plane.isinf()] = 0.5
+        check_scan(kernels, case, expect(case))
+
+
+def test_the_largest_of_a_row_is_its_largest_when_a_decision_begins(kernels):
+    """Although the token that has it leaves first, out of a window: 1 would leave next, 2 if all were weighed anew."""
+    slots = Slots(
+        keys=torch.zeros(5, 0),
+        values=torch.zeros(5, 0),
+        positions=torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32),
+        offsets=torch.tensor([0]),
+        lengths=torch.tensor([4]),
+        widest=5,
+        value=torch.tensor([10.0, 1.0, 0.2, 1.0, 0.0]),
+        norm=torch.tensor([0.0, 0.5, 0.6, 1.0, 0.0]),
+    )
+    none, one = torch.zeros(1, 1, 1, 0), torch.ones(1, 1, dtype=torch.int64)
+    arrivals = Arrivals(none, none, torch.tensor([[4]]), value=torch.ones(1, 1, 1), norm=torch.ones(1, 1, 1))
+    rule = make_rule(order="decayed", decay=Decay(1.0, 1.0, 1.0, 1.0, 1.0))
+    limits = Limits(limit=4 * one, target=3 * one, recent=one, grace=one)
+    device = device_of(kernels)
+    slots = on(device, slots)
+    given = (on(device, thing) for thing in (none[:, :, None], arrivals))
+    kernels.evict_scan(*given, slots, on(device, limits), AttentionRule(1.0, window=4), rule)
+    assert sorted(slots.positions[:3].tolist()) == [2, 3, 4]
+
+
+def test_norms_start_at_zero_if_none_are_given(kernels):
+    case, _ = clear_case(83, rule=make_rule("nothing", "decayed"), held="full", limit=(4, 6))
+    case = dataclasses.replace(case, arrivals=dataclasses.replace(case.arrivals, norm=None))
+    expected = expect(case)
+    assert expected.margin > CLEAR, "choose another seed"
+    check_scan(kernels, case, expected)
+
+
+def test_norms_of_another_type_are_refused(kernels):
+    """The kernel would work on a copy, and what it changes would be lost."""
+    case, expected = clear_case(83, rule=make_rule("nothing", "decayed"))
+    case = dataclasses.replace(case, slots=dataclasses.replace(case.slots, norm=case.slots.norm.double()))
+    with pytest.raises(AssertionError, match="copy"):
+        check_scan(kernels, case, expected)
+
+
+def test_what_a_rule_needs_must_be_given(kernels):
+    case, expected = clear_case(84, rule=make_rule("nothing", "decayed"))
+    with pytest.raises(AssertionError, match="grace"):
+        check_scan(kernels, dataclasses.replace(case, limits=dataclasses.replace(case.limits, grace=None)), expected)
+    case = make_case(84, rule=make_rule(order="distance"))
+    with pytest.raises(AssertionError, match="probes"):
+        check_scan(kernels, dataclasses.replace(case, arrivals=dataclasses.replace(case.arrivals, probes=None)), expect(case))
+
+
+@pytest.fixture
+def poisoned():
+    """New memory is full of NaN, so that what nobody writes shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("order", ["age", "value", "count", "distance", "decayed"])
+@pytest.mark.parametrize("dims", [(0, 0), (0, 16)], ids=str)
+def test_a_scan_without_key_dims_decides_alone(kernels, poisoned, dims, order, before):
+    options = {"target": (1, 7), "num_sink": 1, "special": True, "window": 8, "pads": ("middle", "left"), "sinks": True}
+    case = make_case(90, rule=make_rule(order=order), dims=dims, before=before, **options)
+    expected = expect(case)
+    assert order != "decayed" or expected.margin > CLEAR, "choose another seed"
+    check_scan(kernels, case, expected)
+
+
+# --- fading ---
+
+FADES = {
+    "usual": FADE,
+    "each row's grace": (0.7, 0.05, 0, (0, 12)),
+    "no floor to reach": (0.9, 1e-6, 2, 0),
+    "at the floor": (0.3, 0.6, 1, 1),
+    "deep": (0.2, 1e-30, 1, 0),
+    "never": (1.0, 1.0, 0, 0),
+    "floor of one": (0.5, 1.0, 0, 0),
+    "not yet": (0.5, 0.1, 0, UNLIMITED),
+}
+FADE_OPTIONS = ({}, {"softcap": 0.7}, {"sinks": True}, {"window": 5}, {"softcap": 2.0, "sinks": True, "window": 9})
+
+
+@pytest.mark.parametrize("options", FADE_OPTIONS, ids=str)
+@pytest.mark.parametrize("fade", FADES)
+def test_old_tokens_fade(kernels, fade, options):
+    rules = (("sum", "value"), ("marks", "count"), ("nothing", "age"))
+    for observe, order in rules:
+        rule, more = make_rule(observe, order), {"num_sink": 1, "pads": ("none", "mixed"), "tokens": 18}
+        case, expected = clear_case(40, rule=rule, fade=FADES[fade], limit=(4, 12), **options, **more)
+        check_scan(kernels, case, expected)
+
+
+@pytest.mark.parametrize("options", FADE_OPTIONS, ids=str)
+@pytest.mark.parametrize("fade", FADES)
+def test_decode_of_what_has_faded(kernels, fade, options):
+    for seed in range(3):
+        check_decode(kernels, *decode_case(seed, fade=FADES[fade], queries=5, **options))
+
+
+def test_nothing_fades_within_a_prompt(kernels):
+    with pytest.raises(AssertionError, match="fade"):
+        check_prefill(kernels, prefill_case(3, fade=FADE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("observe", "order", "fade"), [("marks", "count", None), ("sum", "decayed", FADE)])
+def test_new_families_in_every_type(kernels, observe, order, fade, dtype):
+    options = {"dtype": dtype, "dims": (64, 16), "fade": fade, "target": (1, 7), "special": True, "num_sink": 1}
+    case, expected = clear_case(41, rule=make_rule(observe, order), **options)
+    check_scan(kernels, case, expected)
+
+
 # --- the scan: types and shapes ---
 
 
@@ -427,7 +719,7 @@ def test_scan_in_every_type_and_size(kernels, dtype, dims):
 @pytest.mark.parametrize("group", range(1, 9))
 def test_scan_with_every_group_size(kernels, group, coupled):
     for merge in GROUPS:
-        rule = ScanRule("last" if coupled else "sum", "value", None if coupled else "value", merge, coupled)
+        rule = make_rule("last" if coupled else "sum", "value", merge, coupled=coupled)
         case, expected = clear_case(6, rule=rule, group=group, sinks=True, tokens=9)
         check_scan(kernels, case, expected)
 
@@ -718,8 +1010,9 @@ def test_huge_logits_stay_finite(kernels):
 def cut(case, slots, first, last):
     tokens = slice(first, last)
     arrivals = case.arrivals
-    parts = {name: getattr(arrivals, name) for name in ("keys", "values", "value", "source")}
+    parts = {name: getattr(arrivals, name) for name in ("keys", "values", "value", "source", "norm", "bits")}
     parts = {name: None if part is None else part[:, :, tokens].contiguous() for name, part in parts.items()}
+    parts["probes"] = None if arrivals.probes is None else arrivals.probes[:, :, :, tokens].contiguous()
     for name in ("positions", "special"):
         part = getattr(arrivals, name)
         parts[name] = None if part is None else part[:, tokens].contiguous()
@@ -736,10 +1029,13 @@ def cut(case, slots, first, last):
         ("nothing", "age", True, False),
         ("sum", "ranked", False, False),
         ("nothing", "ranked", True, False),
+        ("marks", "count", False, False),
+        ("nothing", "distance", True, False),
+        ("sum", "decayed", False, False),
     ],
 )
 def test_several_calls_are_as_one(kernels, observe, order, before, coupled):
-    rule = ScanRule(observe, order, None if observe == "last" else "value", coupled=coupled)
+    rule = make_rule(observe, order, coupled=coupled)
     kind = "odd" if order == "ranked" else "plain"
     for seed in range(3):
         options = {"pads": ("middle", "left"), "tokens": 12, "target": (2, 7), "values": kind, "arriving": kind, "window": 9}
@@ -770,7 +1066,7 @@ def test_a_call_for_each_token(kernels):
 def decode_case(seed, *, shape=(2, 2), group=2, queries=3, dims=(16, 16), dtype=torch.float32, lowest=1, **attention):
     """Slots of ragged rows, and queries that each see at least one token of every row; the first sequence has a pad."""
     draw = Draw(seed)
-    rule = make_attention(draw, shape[1], group, dims[0], **attention)
+    rule = make_attention(draw, shape, group, dims[0], **attention)
     starts = [draw.between(5, 12) for _ in range(shape[0])]
     rows = [draw.some(starts[r // shape[1]], draw.between(lowest, 5)) for r in range(math.prod(shape))]
     capacities = [len(row) + draw.below(3) for row in rows]
@@ -880,7 +1176,7 @@ def prefill_case(
     keys, values = draw.normal(*shape, slots, dims[0], dtype=dtype), draw.normal(*shape, slots, dims[1], dtype=dtype)
     values[positions < 0] = 50  # whoever reads an empty slot sees it
     asked = draw.normal(*shape, group, queries, dims[0], dtype=dtype)
-    return asked, keys, values, query_positions, positions, make_attention(draw, shape[1], group, dims[0], **attention)
+    return asked, keys, values, query_positions, positions, make_attention(draw, shape, group, dims[0], **attention)
 
 
 def text_case(seed, *, queries=9, pads=(0,), heads=1, group=2, dims=(16, 16), **attention):
@@ -891,7 +1187,7 @@ def text_case(seed, *, queries=9, pads=(0,), heads=1, group=2, dims=(16, 16), **
     positions = query_positions[:, None].repeat(1, heads, 1)
     keys, values = draw.normal(*shape, queries, dims[0]), draw.normal(*shape, queries, dims[1])
     asked = draw.normal(*shape, group, queries, dims[0])
-    return asked, keys, values, query_positions, positions, make_attention(draw, heads, group, dims[0], **attention)
+    return asked, keys, values, query_positions, positions, make_attention(draw, shape, group, dims[0], **attention)
 
 
 def run_prefill(kernels, case, **options):

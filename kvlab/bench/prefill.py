@@ -12,7 +12,7 @@ from kvlab.measure import PeakMemory
 MASS_TARGET, TARGET = 1.15, 1.05
 LENGTH = 4096
 """Prompt length that the targets are for."""
-POLICIES = ("h2o", "snapkv", "knorm", "streaming_llm")
+POLICIES = ("h2o", "snapkv", "knorm", "streaming_llm", "hashevict")
 
 
 def prefill(setup: Setup) -> list[Line]:

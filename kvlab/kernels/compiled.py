@@ -302,14 +302,16 @@ def _decayed(value: Any, norm: Any, positions: Any, now: int, grace: int, decay:
     """What is left of each slot's importance at its age."""
     slope, floor, power, value_weight, norm_weight = decay
     most_value, most_norm = np.float32(0), np.float32(0)
-    for i in range(positions.shape[0]):
-        most_value, most_norm = max(most_value, value[i]), max(most_norm, norm[i])
+    for i in range(positions.shape[0]):  # NaN is above nothing
+        most_value = value[i] if value[i] > most_value else most_value
+        most_norm = norm[i] if norm[i] > most_norm else most_norm
     by_value = value_weight / most_value if most_value > 0 else np.float32(0)
     by_norm = norm_weight / most_norm if most_norm > 0 else np.float32(0)
     for i in range(positions.shape[0]):
         over = max(now - positions[i] - grace, 0)
         influence = max(np.exp(slope * np.float32(over)), floor)
-        out[i] = influence * (by_value * value[i] + by_norm * norm[i]) ** power
+        left = influence * (by_value * value[i] + by_norm * norm[i]) ** power
+        out[i] = left if not np.isnan(left) else -INFINITY
 
 
 @njit
@@ -489,6 +491,7 @@ def scan(
                         bits[place] = np.uint8(0)
                 lengths[row] += 1
                 if dim == 0:
+                    out[row, :, t] = np.float32(0)
                     continue
                 for g in range(group):
                     for j in range(dim):

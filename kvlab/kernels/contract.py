@@ -6,7 +6,7 @@ kernels know no policy: what becomes of the attention that a token receives (`ob
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,7 +23,7 @@ HAIR = 2.0**-10
 @dataclass(frozen=True)
 class Marks:
     """At which of the last `window` queries a token's attention, merged over its group, was low: a bit for each query, that
-    of position p at place p mod window. Bits of queries from before the token came are 0.
+    of position p at place p mod window, a byte's lowest bit first. Bits of queries from before the token came are 0.
 
     high  the bit says the opposite: that attention was not low
     of    low is below 1 / this number: tokens `seen` by then, or tokens that the row `held`, the query's own included
@@ -39,7 +39,7 @@ class Decay:
     """What orders tokens that lose importance with age: influence * importance ** power.
 
     influence = max(floor, rate ** max(0, age - grace)), with the grace of `Limits`; importance = value_weight * value / the
-    row's largest + norm_weight * norm / the row's largest
+    row's largest + norm_weight * norm / the row's largest; what has no largest above 0 doesn't count
     """
 
     rate: float
@@ -72,6 +72,7 @@ class ScanRule:
     observe: Literal["nothing", "sum", "last", "marks"] = "nothing"
     order: Literal["age", "value", "ranked", "count", "distance", "decayed"] = "age"
     plane: str | None = None
+    _: KW_ONLY
     bits: str | None = None
     norm: str | None = None
     marks: Marks | None = None
@@ -142,7 +143,7 @@ class Arrivals:
     nowhere; value, norm: what these start with, (batch, kv_heads, tokens), None for 0; special (batch, tokens) bool;
     source: what goes into `Slots.source`, (batch, kv_heads, tokens); bits (batch, kv_heads, tokens, bytes), None for 0;
     probes (batch, kv_heads, probes, tokens, bytes): what `distance` compares held bits with
-    Without key dims (dim 0) nothing attends: a scan decides alone.
+    Without key dims (dim 0) nothing attends: a scan decides alone, and outputs are 0.
     """
 
     keys: Keys
@@ -176,3 +177,9 @@ class Limits:
     grace: PerHead | None = None
     kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
     """What a back end has made of these tensors, for the next call."""
+
+
+def check_given(rule: ScanRule, arrivals: Arrivals, limits: Limits) -> None:
+    """Kernels would read what isn't there."""
+    assert rule.order != "decayed" or limits.grace is not None, "decayed: Limits.grace must say when that begins"
+    assert rule.order != "distance" or arrivals.probes is not None, "distance: Arrivals.probes must say from what"

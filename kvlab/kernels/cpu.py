@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvlab.kernels import compiled, workers
-from kvlab.kernels.contract import GROUPS, HAIR, OBSERVE, ORDER, Arrivals, Decay, Limits, Marks, ScanRule, Slots
+from kvlab.kernels.contract import GROUPS, HAIR, OBSERVE, ORDER, Arrivals, Decay, Limits, Marks, ScanRule, Slots, check_given
 from kvlab.kernels.reference import AttentionRule
 from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
 
@@ -31,11 +31,11 @@ def evict_scan(
 ) -> Outputs:
     """See `dispatch.EvictScan`."""
     new = arrivals
+    check_given(rule, arrivals, limits)
     batch, heads, group, tokens, head_dim = queries.shape
     rows, value_dim = batch * heads, new.values.shape[-1]
     out = _empty(rows, group, tokens, value_dim)
     planes, offsets, lengths = _slot_arrays(slots)
-    probes = _none(np.uint8, 4) if new.probes is None else _array(new.probes.flatten(0, 1))
     arguments = (
         _numbers(queries).reshape(rows, group, tokens, head_dim),
         _numbers(new.keys, slots.keys.dtype).reshape(rows, tokens, head_dim),
@@ -46,7 +46,7 @@ def evict_scan(
         _plane(None if new.source is None else new.source.flatten(0, 1), np.int32, 2),
         _plane(None if new.norm is None else new.norm.expand(batch, heads, tokens).flatten(0, 1), np.float32, 2),
         _none(np.uint8, 3) if new.bits is None else _array(new.bits.flatten(0, 1)),
-        probes,
+        _none(np.uint8, 4) if new.probes is None else _array(new.probes.flatten(0, 1)),
         planes,
         offsets,
         lengths,
@@ -109,6 +109,7 @@ def prefill_stats(
     batch, heads, size, count, _ = queries.shape
     slots = keys.shape[2]
     assert not causal or slots == count, "causal: slots and queries are the same tokens"
+    assert attention.fade is None, "nothing may fade: this is for prompts"
     out = _empty(batch, heads, size, count, values.shape[-1])
     parts = min(workers.threads(), -(-count // LEAST_CHUNK))
     chunk = _chunk(size, slots, parts)
@@ -185,10 +186,10 @@ def _numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
 def _slot_arrays(slots: Slots) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
     """Planes, offsets and lengths. Kernels write into them, so none may be another's copy."""
     if "arrays" not in slots.kept:
-        value = slots.value
-        assert value is None or value.dtype == torch.float32, "values are written in place, so they can't be another's copy"
+        for plane in (slots.value, slots.norm):
+            assert plane is None or plane.dtype == torch.float32, "written in place, so this can't be another's copy"
         planes = (
-            _numbers(slots.keys), _numbers(slots.values), slots.positions.numpy(), _plane(value, np.float32),
+            _numbers(slots.keys), _numbers(slots.values), slots.positions.numpy(), _plane(slots.value, np.float32),
             _plane(slots.special, np.bool_), _plane(slots.source, np.int32), _plane(slots.norm, np.float32),
             _none(np.uint8, 2) if slots.bits is None else slots.bits.numpy(),
         )  # fmt: skip
