@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvlab.cache.layer import KVLayer, KVLength
+from kvlab.cache.layer import KVLayer
+from kvlab.cache.state import KVLength
 from kvlab.kernels.reference import AttentionRule
 
 _masks = AttentionMaskInterface()

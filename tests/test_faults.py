@@ -87,8 +87,8 @@ FAULTS = {
     # timing
     "room is made before attention": (
         "cache/layer.py",
-        'store, first_room = self._held, self.policy.phase == "before_attention"',
-        "store, first_room = self._held, True",
+        'limits, first_room = self._held, self.limits, self.policy.phase == "before_attention"',
+        "limits, first_room = self._held, self.limits, True",
         ["tests/test_parity.py"],
     ),
     "the current token's attention is not counted": (
@@ -118,26 +118,26 @@ FAULTS = {
         ["tests/contracts/test_budget.py", "tests/test_store.py"],
     ),
     "one token more than the budget is held": (
-        "cache/layer.py",
-        "room = self.limit if arriving is None else self.limit - 1",
-        "room = self.limit + 1 if arriving is None else self.limit - 1",
+        "cache/decisions.py",
+        "room = limits.limit if arriving is None else limits.limit - 1",
+        "room = limits.limit + 1 if arriving is None else limits.limit - 1",
         ["tests/contracts/test_budget.py", "tests/contracts/test_generate.py"],
     ),
     # turns, forks, isolation, determinism
     "only the first prompt is compressed": (
         "cache/layer.py",
-        "if (came & (ranks | (self.store.lengths > self.limit))).any():",
-        "if not self.turn_start.any() and (came & (ranks | (self.store.lengths > self.limit))).any():",
+        "policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():",
+        "policy.remembers or (not self.turn_start.any() and (came & (due | (self.store.lengths > self.limits.limit))).any()):",
         ["tests/contracts/test_turns.py"],
     ),
     "forks share their store": (
-        "cache/layer.py",
+        "cache/state.py",
         "other.store = None if self.store is None else self.store.copy()",
         "other.store = self.store",
         ["tests/contracts/test_isolation.py"],
     ),
     "beams are not reordered": (
-        "cache/layer.py",
+        "cache/state.py",
         "self.store.select_rows(rows)",
         "pass",
         ["tests/contracts/test_generate.py"],
@@ -211,7 +211,7 @@ FAULTS = {
     ),
     "a full cache that grows has no room for the next token": (
         "cache/layer.py",
-        " and (store.capacity >= self.room).all()",
+        " and (store.capacity >= limits.room).all()",
         "",
         ["tests/test_scan.py"],
     ),
@@ -257,6 +257,73 @@ FAULTS = {
         "positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]",
         "positions = (torch.ones_like(self.mask).cumsum(1) - 1)[:, -ids.shape[1] :]",
         ["tests/test_protocol.py"],
+    ),
+    # the founding five
+    "keys are marked at queries from before they came": (
+        "policies/scissorhands.py",
+        " & came).to(torch.uint8)",
+        ").to(torch.uint8)",
+        ["tests/test_parity.py"],
+    ),
+    "m is dropped once too often": (
+        "policies/scissorhands.py",
+        "return np.maximum(1, budget + 1 - drop)",
+        "return np.maximum(1, budget - drop)",
+        ["tests/test_parity.py"],
+    ),
+    "the farthest query head decides": (
+        "policies/hashevict.py",
+        ".sum(-1).float().mean(2)",
+        ".sum(-1).float().amax(2)",
+        ["tests/test_parity.py"],
+    ),
+    "a prompt's first token isn't replayed": (
+        "cache/replay.py",
+        "since = start[:, None, None]",
+        "since = start[:, None, None] + 1",
+        ["tests/test_parity.py"],
+    ),
+    "codes stay behind when tokens move": (
+        "kernels/compiled.py",
+        "            bits[gap] = bits[end]\n",
+        "            pass\n",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "sinks fade": (
+        "kernels/reference.py",
+        ".masked_fill(positions[:, :, None] < self.num_sink, 0.0)",
+        "",
+        ["tests/test_parity.py"],
+    ),
+    "what settings call the window fades": (
+        "policies/hyde.py",
+        ".clamp(min=self.recent_window)",
+        "",
+        ["tests/test_parity.py"],
+    ),
+    "local sets are not relative to the query": (
+        "policies/fastgen.py",
+        "(where - reach[:, None])[:, None, :, None]",
+        "(step.now[:, None] - reach[:, None])[:, None, :, None]",
+        ["tests/test_parity.py"],
+    ),
+    "a profile is of the first sequence": (
+        "policies/fastgen.py",
+        "member = enough.long().argmax(-1)",
+        "member = enough.long().argmax(-1)[:1].expand(enough.shape[:2])",
+        ["tests/test_fastgen.py"],
+    ),
+    "what a head doesn't choose stays": (
+        "cache/decisions.py",
+        "        elif most:\n",
+        "        elif most < 0:\n",
+        ["tests/test_fastgen.py"],
+    ),
+    "dropped tokens of a simulation come back": (
+        "simulation.py",
+        "total = (total + weights[:, token]).masked_fill(~held, 0.0)",
+        "total = total + weights[:, token]; held |= total > 1.0",
+        ["tests/test_simulation.py"],
     ),
     "finished samples are repeated": (
         "runner.py",
