@@ -20,9 +20,9 @@ RATIO = 0.2
 TOPIC = "objects"
 
 
-def kept_share(model: Any, ids: torch.Tensor, name: str) -> np.ndarray:
+def kept_share(model: Any, tokenizer: Any, ids: torch.Tensor, name: str) -> np.ndarray:
     """Share of KV heads that keep each token after reading the text: (layers, tokens)."""
-    with attach(model, policy=make_policy(name), budget=Budget(ratio=RATIO)) as session:
+    with attach(model, policy=make_policy(name), budget=Budget(ratio=RATIO), tokenizer=tokenizer) as session:
         cache = session.new_cache()
         model(ids, cache=cache, logits_to_keep=1)
         kept = cache.kept_positions()
@@ -42,9 +42,9 @@ def main() -> None:
     model, tokenizer = load_model("smollm2-135m")
     ids = tokenizer(topics[TOPIC], return_tensors="pt").input_ids
     names = [name for name in policy_names() if name != "full"]
-    figure, axes = plt.subplots(4, 2, figsize=(11, 8.5), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(4, 3, figsize=(14, 8.5), sharex=True, sharey=True, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=True):
-        image = axis.imshow(kept_share(model, ids, name), aspect="auto", cmap="Blues", vmin=0, vmax=1)
+        image = axis.imshow(kept_share(model, tokenizer, ids, name), aspect="auto", cmap="Blues", vmin=0, vmax=1)
         axis.set_title(name, fontsize=11)
     figure.supxlabel("token position")
     figure.supylabel("layer")

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlab.budget import exact_share
 from kvlab.policies.base import Group, Policy, PolicyError, TokenState, register
 from kvlab.selection import DEAD, EMPTY, RECENT, assign_tiers, select
-from kvlab.shapes import Kept, Positions, Step
+from kvlab.shapes import Kept, Positions, Scores, Step
 
 PARTS = ("special", "punct", "frequent", "local")
 MEMBERS = ("special", "special+punct", "special+punct+frequent", "special+punct+frequent+local", "full")
@@ -97,45 +97,33 @@ class FastGen(Policy):
             beyond = step.positions[:, :, None] < (where - reach[:, None])[:, None, :, None]
             far += mean.masked_fill(~beyond, 0.0).sum(2)
             queries += (where >= 0).sum(1)
+        columns = self._columns(step)
         lost = []
         for member in self.members:
-            parts = () if member == "full" else tuple(member.split("+"))
-            kept = self._columns(step, parts)
+            parts = _parts(member)
+            kept = torch.zeros_like(step.positions, dtype=torch.bool)
+            for part in parts:
+                kept = kept | columns[part] if part in columns else kept
             outside = (far if "local" in parts else everything).masked_fill(kept, 0.0).sum(-1)
             lost.append(torch.zeros_like(outside) if member == "full" else outside / queries.clamp(min=1)[:, None])
         return torch.stack(lost, -1)
 
-    def _columns(self, step: Step, parts: tuple[str, ...]) -> Kept:
+    def _columns(self, step: Step) -> dict[str, Kept]:
         """Tokens of the parts that don't depend on a query."""
-        kind = step.state["kind"]
-        kept = torch.zeros_like(step.positions, dtype=torch.bool)
-        if "special" in parts:
-            kept |= kind == SPECIAL
-        if "punct" in parts:
-            kept |= kind == PUNCT
-        if "frequent" in parts:
-            kept |= self._frequent(step)
-        return kept & (step.positions >= 0)
-
-    def _frequent(self, step: Step) -> Kept:
-        """The part of the tokens seen that received most attention so far."""
         assert step.mass is not None
-        count = _share(self.frequent_share, step.now + 1)[:, None].expand(step.positions.shape[:2])
-        return select(step.mass, step.positions, _tiers(step.positions), count)
+        kind = step.state["kind"]
+        count = _share(self.frequent_share, step.now + 1)
+        return {"special": kind == SPECIAL, "punct": kind == PUNCT, "frequent": _top(step.mass, step.positions, count)}
 
     def select(self, step: Step) -> Kept:
         """The union of each head's parts, and what settings protect."""
-        member = step.profile["member"][..., None]
+        member = step.profile["member"]
         reach = _share(self.local_share, step.now + 1)
         local = step.positions >= (step.now - reach)[:, None, None]
         kept = torch.zeros_like(local)
-        for index, name in enumerate(self.members):
-            here = member == index
-            if name == "full":
-                kept |= here
-            elif here.any():
-                parts = tuple(name.split("+"))
-                kept |= here & (self._columns(step, parts) | (local if "local" in parts else torch.zeros_like(local)))
+        for part, mask in {**self._columns(step), "local": local, "full": torch.ones_like(local)}.items():
+            has = torch.tensor([part in _parts(name) for name in self.members], device=member.device)
+            kept |= has[member][..., None] & mask
         special = None
         if self.keep_special and step.token_ids is not None:
             special = torch.isin(step.token_ids, step.vocab.special_ids(step.positions.device))
@@ -162,6 +150,19 @@ def _share(share: float, length: Tensor) -> Tensor:
     return length * exact.numerator // exact.denominator
 
 
-def _tiers(positions: Positions) -> Tensor:
-    """No token is protected."""
-    return assign_tiers(positions, positions.amax((1, 2)))
+def _parts(member: str) -> tuple[str, ...]:
+    """Parts whose union a set is; `full` is one of its own."""
+    return tuple(member.split("+"))
+
+
+def _top(mass: Scores, positions: Positions, count: Tensor) -> Kept:
+    """The `count` (batch,) tokens of each head with most attention, ties to the newer one."""
+    held = positions >= 0
+    if mass.dtype != torch.float32:
+        return select(mass, positions, 2 * held.to(torch.int8) - 1, count[:, None].expand(positions.shape[:2]))
+    # Bits of numbers above 0 are in the order of the numbers, so one sort of whole numbers does for both.
+    keys = (mass.clamp(min=0).view(torch.int32).long() << 32) + positions
+    keys = keys.masked_fill(~held, -1)
+    place = (keys.shape[-1] - count).clamp(min=0, max=keys.shape[-1] - 1)[:, None, None]
+    least = keys.sort(-1).values.gather(-1, place.expand(*keys.shape[:2], 1))
+    return (keys >= least) & held & (count > 0)[:, None, None]
