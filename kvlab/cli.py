@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench` and `doctor`. Prints, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `doctor`. Prints, and leaves the rest to the library."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   kvlab table outputs/runs --format latex                    the same table again
   kvlab list policies                                        what there is
   kvlab bench decode                                         speed against transformers' own cache
+  kvlab analyze heads                                        what a model's attention looks like
   kvlab doctor                                               what this machine can run, and why not
 """
 
@@ -55,6 +56,14 @@ BENCH_EXAMPLES = """examples:
   kvlab bench decode --lengths 1024 --batch 16 --ratio 0.1
   kvlab bench loglik --json > loglik.json
   kvlab bench decode --model path/to/model --device cuda --dtype bfloat16
+"""
+
+ANALYZE_EXAMPLES = """examples:
+  kvlab analyze                            all of them, on prose that comes with Python
+  kvlab analyze sparsity persistence --tokens 2048 --texts 4
+  kvlab analyze heads --file my_text.txt --threshold 0.99
+  kvlab analyze hash --json > hash.json
+  kvlab analyze --model path/to/model --device cuda --dtype bfloat16 --output outputs/mine
 """
 
 
@@ -129,11 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = add("bench", _bench, "measure what caches and kernels cost and save, against transformers' own", BENCH_EXAMPLES)
     bench.add_argument("what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, memory (default: all)")
-    bench.add_argument(
-        "--model", default="smollm2-135m", help="a configured name, a folder or a hub id (default: smollm2-135m)"
-    )
-    bench.add_argument("--device", help="cpu, cuda (default: as the model says)")
-    bench.add_argument("--dtype", help="float32, bfloat16, float16 (default: as the model says)")
+    _add_model(bench)
     bench.add_argument("--lengths", type=_lengths, default=(2048, 4096), help="prompt lengths (default: 2048,4096)")
     bench.add_argument("--batch", type=_positive, default=8, help="sequences that are decoded together (default: 8)")
     bench.add_argument("--ratio", type=_share, default=0.2, help="the budget's part of the prompt (default: 0.2)")
@@ -141,8 +146,33 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--threads", type=_positive, help="of torch and of the kernels on the CPU (default: all cores)")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
+    _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
+
     add("doctor", _doctor, "say what this machine can run, and why not")
     return parser
+
+
+def _add_analyze(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "what", nargs="*", metavar="WHAT", help="sparsity, heavy_hitters, persistence, heads, hash (default: all)"
+    )
+    _add_model(command)
+    command.add_argument("--file", help="a text, or a table with a column `text` (default: prose that comes with Python)")
+    command.add_argument("--tokens", type=_positive, default=1024, help="of each text (default: 1024)")
+    command.add_argument("--texts", type=_positive, default=1, help="pieces that the text is cut into (default: 1)")
+    command.add_argument("--output", metavar="DIR", default="outputs/analyze", help="for files (default: outputs/analyze)")
+    command.add_argument(
+        "--threshold", type=_share, default=0.95, help="heads: attention that a head's set must hold (default: 0.95)"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", default="smollm2-135m", help="a configured name, a folder or a hub id (default: smollm2-135m)"
+    )
+    command.add_argument("--device", help="cpu, cuda (default: as the model says)")
+    command.add_argument("--dtype", help="float32, bfloat16, float16 (default: as the model says)")
 
 
 def _add_own(command: argparse.ArgumentParser) -> None:
@@ -259,18 +289,36 @@ def _bench(options: argparse.Namespace) -> int:
     import torch
 
     from kvlab.bench import BENCHES, load, run_benches
-    from kvlab.hints import did_you_mean
 
-    for name in options.what:
-        if name not in BENCHES:
-            there = ", ".join(BENCHES)
-            raise ValueError(f"bench {name}: there is no such bench{did_you_mean(name, BENCHES)}; there are {there}")
+    _check_what("bench", options.what, BENCHES)
     if options.threads:
         torch.set_num_threads(options.threads)
     names = ("lengths", "batch", "ratio", "repeats")
     setup = load(options.model, options.device, options.dtype, **{name: getattr(options, name) for name in names})
     run_benches(options.what or list(BENCHES), setup, options.json, print)
     return 0
+
+
+def _analyze(options: argparse.Namespace) -> int:
+    from kvlab.analyze import ANALYSES, check_writable, load, run_analyses
+
+    _check_what("analysis", options.what, ANALYSES)
+    folder = Path(options.output).expanduser()
+    check_writable(folder)
+    given = {name: getattr(options, name) for name in ("file", "tokens", "texts")}
+    setup = load(options.model, options.device, options.dtype, **given)
+    run_analyses(options.what or list(ANALYSES), setup, options.threshold, folder, options.json, print)
+    return 0
+
+
+def _check_what(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for a name that isn't known."""
+    from kvlab.hints import did_you_mean
+
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{kind} {name}: there is no such {kind}{hint}; there are {', '.join(known)}")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -52,21 +52,25 @@ def existing_file(value: str, where: str) -> Path:
     return path
 
 
-def file_text(value: str, column: str) -> Text:
-    """A .txt or .md file as it is; of a .jsonl, .json, .csv or .parquet file a column, its rows a blank line apart."""
-    path = existing_file(value, "task.file")
+def file_text(value: str, column: str, where: str = "task.file") -> Text:
+    """A .txt or .md file as it is; of a .jsonl, .json, .csv or .parquet file a column, its rows a blank line apart.
+
+    Raises SettingError, which names the setting (or option) that the file is from.
+    """
+    path = existing_file(value, where)
     if path.suffix in TABLES:
         rows = table_rows(path)
         if not any(column in row for row in rows):
             known = dict.fromkeys(name for row in rows for name in row)
             has = f"{did_you_mean(column, known)}; it has: {', '.join(known)}"
-            raise SettingError(f"{path}: no row has a field {column!r}{has}; set task.column")
+            fix = "set task.column" if where == "task.file" else "give one the name, or take a .txt file"
+            raise SettingError(f"{path}: no row has a field {column!r}{has}; {fix}")
         text = "\n\n".join(str(row[column]) for row in rows if column in row)
     else:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise SettingError(f"task.file={value}: no UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+            raise SettingError(f"{where}={value}: no UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
     return Text(text, text_hash(text))
 
 
