@@ -45,7 +45,7 @@ def memory(setup: Setup) -> list[Held]:
             for _ in range(4):
                 setup.model(torch.full((setup.batch, 1), 11, device=setup.device), cache=cache)
             weighs = cache.memory()
-            allowed = sum(int(layer.limit.sum()) * _token_bytes(layer.store) for layer in cache.layers)
+            allowed = sum(int(layer.limits.limit.sum()) * _token_bytes(layer.store) for layer in cache.layers)
             found.append(Held(name, weighs.kv_bytes, allowed, weighs.state_bytes, weighs.kv_bytes_full))
     return found
 
