@@ -216,19 +216,19 @@ FAULTS = {
         ["tests/test_scan.py"],
     ),
     "Triton kernels see one token beyond their window": (
-        "kernels/gpu.py",
+        "kernels/gpu_tiles.py",
         "seen = seen & (positions > now - WINDOW)",
         "seen = seen & (positions >= now - WINDOW)",
         ["tests/test_gpu_kernels.py"],
     ),
     "Triton kernels sum a group where they should average": (
-        "kernels/gpu.py",
+        "kernels/gpu_tiles.py",
         "            merged = merged / GROUP",
         "            merged = merged",
         ["tests/test_gpu_kernels.py"],
     ),
     "Triton kernels see empty slots": (
-        "kernels/gpu.py",
+        "kernels/gpu_tiles.py",
         "seen = (positions >= 0) & (positions <= now)",
         "seen = positions <= now",
         ["tests/test_gpu_kernels.py"],
