@@ -66,6 +66,11 @@ class Budget:
         for name in ("tokens", "bytes"):
             _check_count(name, getattr(self, name))
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether there is no limit."""
+        return self.ratio is None and self.tokens is None and self.bytes is None
+
     def resolve(
         self, lengths: Sequence[int], layers: Sequence[LayerGeometry], new_tokens: int | None = None
     ) -> list[int] | None:

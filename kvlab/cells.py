@@ -31,6 +31,9 @@ RESULTS_VERSION = 1
 """Raised whenever the same cell gives other numbers than before, so that older results count as another run's."""
 
 
+LONGEST_LABEL = 120
+"""Characters of a policy's settings in a folder's name."""
+
 GROUPS = (
     "model",
     "policy",
@@ -165,7 +168,8 @@ class Cell:
     def folder(self) -> Path:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
-        parts = (self.model.name, self.task.label, self.protocol.name, self.policy_label, last)
+        label = self.policy_label[:LONGEST_LABEL]  # a folder's name must fit; the hash tells cells apart
+        parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
     def full_cache_results(self) -> list[Path]:
@@ -208,7 +212,11 @@ class Cell:
     @property
     def labels(self) -> list[str]:
         """What a reader of the results must know."""
-        return [*self.protocol.labels, *([] if self.policy.holds_budget_after_prompt else ["grow"])]
+        own = {
+            "grow": not self.policy.holds_budget_after_prompt,
+            "nothing leaves": self.policy.evicts and not self.policy.drops,
+        }
+        return [*self.protocol.labels, *(name for name, holds in own.items() if holds)]
 
     @property
     def at_work(self) -> dict[str, Any]:

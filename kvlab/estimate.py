@@ -37,7 +37,7 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     prompts = sum(len(sample.prompt.ids) for sample in every) / len(every)
     after = sum(cell.protocol.held(s.prompt) + max(len(s.gold), s.new_tokens) for s in every) / len(every)
     rows = min(cell.runtime.batch_size, len(every))
-    with attach(model, cell.policy, cell.budget, tokenizer=tokenizer) as session:
+    with attach(model, cell.at_work["policy"], cell.at_work["budget"], tokenizer=tokenizer) as session:
         plan = session.plan
         held = plan.budget.resolve([round(prompts)], plan.layers, new_tokens=0)
         tokens = min(prompts, held[0]) if held else prompts + after

@@ -7,7 +7,8 @@
     h2o_local, h2o_global  nothing is evicted: whole texts are read under the masks of H2O's released code
 
 In all of them the last token of a prompt is read under eviction, so that even the first token of a continuation sees what
-the policy left. Prompts whose compressed parts are equal are read once. Knows sessions and caches, no policy and no task.
+the policy left. Prompts whose compressed parts are equal are read once. Knows sessions and caches, no task, and of
+policies only the one whose code is simulated.
 """
 
 from __future__ import annotations
@@ -110,8 +111,12 @@ class PromptProtocol(HoldsBack):
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
         """One turn, in chunks or at once."""
+        parts = list(in_segments(rows, prefill_chunk))
+        if len(parts) == 1:  # a layer's turn ends with its call, so no layer waits for the others
+            feed(parts[0])
+            return
         with feed.cache.turn():
-            for part in in_segments(rows, prefill_chunk):
+            for part in parts:
                 feed(part)
 
 
@@ -127,6 +132,11 @@ class Chunked(HoldsBack):
         super().__post_init__()
         if self.chunk < 1:
             raise SettingError("protocol.chunk=0: use the number of tokens of a chunk, such as 256")
+
+    def check(self, policy: Policy, budget: Budget) -> None:
+        """A profile of a prompt needs all of it."""
+        if policy.chooses:
+            raise SettingError(f"policy {policy.name} decides by all of a prompt, not chunk by chunk: use protocol=prompt")
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
         """Each chunk is a turn."""
@@ -150,9 +160,10 @@ class Stream(Protocol):
     def check(self, policy: Policy, budget: Budget) -> None:
         """Policies that decide at a prompt's end have nothing to decide here."""
         if policy.evicts and policy.when == "prompt_end":
+            others = "protocol=prompt" if policy.chooses else "protocol=prompt or protocol=chunked"
             raise SettingError(
-                f"policy {policy.name} decides at a prompt's end and can't evict from the first token on: use protocol=prompt "
-                "or protocol=chunked, or another policy"
+                f"policy {policy.name} decides at a prompt's end and can't evict from the first token on: use {others}, or "
+                "another policy"
             )
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:

@@ -191,6 +191,10 @@ class Reading:
             yield now(feed.model.device) - start
 
 
+TOGETHER = 2048
+"""Tokens of whole texts that are read at once."""
+
+
 @dataclass
 class WholeTexts(Reading):
     """Prompts that are read only together with what is to be scored, where evictions are simulated by masks.
@@ -199,12 +203,13 @@ class WholeTexts(Reading):
     """
 
     prompts: tuple[tuple[int, ...], ...] = ()
+    session: Any = None
 
     @classmethod
     def of(cls, session: Any, prompts: Sequence[Prompt], pad_id: int) -> WholeTexts:
         """session: with the simulation at work."""
         ids = tuple(prompt.ids for prompt in prompts)
-        return cls(Feed(session.model, session.new_cache(), len(ids), pad_id), (), 0.0, 0, prompts=ids)
+        return cls(Feed(session.model, session.new_cache(), len(ids), pad_id), (), 0.0, 0, prompts=ids, session=session)
 
     def fork(self, policy: Policy | None = None) -> WholeTexts:
         """Readings hold nothing between texts."""
@@ -214,16 +219,29 @@ class WholeTexts(Reading):
         """These prompts alone."""
         return replace(self, prompts=tuple(self.prompts[row] for row in rows))
 
+    def memory(self) -> tuple[list[RowMemory], int, int]:
+        """A full cache of each prompt, which is what a simulation needs."""
+        layers = self.session.plan.layers
+        rows = []
+        for prompt in self.prompts:
+            held = sum(min(len(prompt), layer.window or len(prompt)) * layer.token_bytes for layer in layers)
+            tokens = len(prompt) * sum(layer.num_kv_heads for layer in layers)
+            rows.append(RowMemory(held, held, tokens, tokens))
+        return rows, sum(row.kv_bytes for row in rows), 0
+
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
-        """Log-probabilities of one continuation for each prompt."""
-        self.feed.cache.reset()
-        feed = self.feed = Feed(self.feed.model, self.feed.cache, len(self.prompts), self.feed.pad_id)
-        texts = [(*prompt, *row[:-1]) for prompt, row in zip(self.prompts, continuations, strict=True)]
-        with feed.cache.turn():
-            logits = feed(texts, logits=True)
+        """Log-probabilities of one continuation for each prompt, some rows at a time, as logits take much memory."""
+        longest = max(len(prompt) + len(row) for prompt, row in zip(self.prompts, continuations, strict=True))
+        size = max(1, TOGETHER // longest)
+        pairs = list(zip(self.prompts, continuations, strict=True))
+        return [scored for start in range(0, len(pairs), size) for scored in self._score(pairs[start : start + size])]
+
+    def _score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        feed = Feed(self.feed.model, self.session.new_cache(), len(pairs), self.feed.pad_id)
+        logits = feed([(*prompt, *row[:-1]) for prompt, row in pairs], logits=True)
         assert logits is not None
         scored = []
-        for row, (prompt, gold) in enumerate(zip(self.prompts, continuations, strict=True)):
+        for row, (prompt, gold) in enumerate(pairs):
             logprobs = logits[row, len(prompt) - 1 : len(prompt) - 1 + len(gold)].float().log_softmax(-1)
             found = logprobs.gather(-1, torch.tensor(gold, device=logits.device)[:, None])[:, 0]
             scored.append(Scored(tuple(gold), found.tolist(), logprobs.argmax(-1).tolist()))

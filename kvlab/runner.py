@@ -111,7 +111,7 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
     model, rows = bench.model, len(batch)
     with (
         torch.inference_mode(),
-        attach(model, tokenizer=bench.tokenizer, kernels=cell.runtime.kernels, **cell.at_work) as session,
+        attach(model, tokenizer=bench.vocab(cell), kernels=cell.runtime.kernels, **cell.at_work) as session,
     ):
         start = now(model.device)
         torch.manual_seed(cell.seed)
@@ -153,7 +153,8 @@ def _heads(cell: Cell, reading: Reading) -> list[dict[str, Any]]:
     if not cell.policy.ragged or cell.protocol.simulated:
         return []
     seconds, held = reading.feed.cache.profile_cost
-    cost = {"profile_s": seconds, "profile_bytes": held} if held else {}
+    rows = len(reading.last)
+    cost = {"profile_s": seconds / rows, "profile_bytes": held // rows} if held else {}
     return [{"heads": heads | cost} for heads in reading.feed.cache.heads_by_row()]
 
 

@@ -80,7 +80,7 @@ def attach(
     model      a transformers model whose attention goes through the attention interface
     policy     from `make_policy`; budget: None means no limit
     codec, share  reserved for codecs and for sharing between layers; nothing is available yet
-    tokenizer  needed by policies that treat special tokens or punctuation apart
+    tokenizer  needed by policies that treat special tokens or punctuation apart; or a `Vocab` made of one
     watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
                the turn, some at a time
     simulation  attention of whole texts in place of the model's own (`kvlab.simulation`); nothing is evicted then
@@ -94,6 +94,8 @@ def attach(
         raise ValueError("codec and share are not available yet; leave them out")
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
+    if simulation is not None and policy.evicts:
+        raise PolicyError(f"a simulation evicts nothing: pass make_policy('full'), not {policy.name}")
     layers = check_model(model)
     choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
@@ -105,7 +107,7 @@ def attach(
         budget=budget or Budget(),
         layers=layers,
         itemsize=model.dtype.itemsize,
-        vocab=None if tokenizer is None else Vocab(tokenizer),
+        vocab=tokenizer if tokenizer is None or isinstance(tokenizer, Vocab) else Vocab(tokenizer),
         kernels=kernels,
         watch=watch,
         simulation=simulation,

@@ -6,6 +6,7 @@ A policy, a task, a protocol: each is a frozen dataclass whose fields are its Hy
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -100,7 +101,8 @@ def _wrong_plain(value: Any, kind: Any) -> str | None:
     if kind is int:
         return None if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else "a whole number of at least 0"
     if kind is float:
-        return None if isinstance(value, int | float) and not isinstance(value, bool) else "a number"
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return None if fits else "a number"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
     if kind is str:

@@ -26,7 +26,6 @@ Tiers = Int[Tensor, "batch kv_heads slots"]
 Kept = Bool[Tensor, "batch kv_heads slots"]
 PerHead = Int[Tensor, "batch kv_heads"]
 PerRow = Int[Tensor, " batch"]
-Bits = UInt8[Tensor, "batch kv_heads slots bytes"]
 Probes = UInt8[Tensor, "batch kv_heads probes tokens bytes"]
 Look = tuple[Attention, QueryPositions]
 """Attention of some queries, and their positions; zero and -1 for queries that do not exist."""
@@ -68,14 +67,14 @@ class Step:
     """Tokens that each head may hold after this decision."""
     recent: PerHead
     """Tokens at the end that selection protects."""
-    grace: PerHead | None
-    """Age in tokens up to which nothing decays, for a policy that says so (`Policy.grace`)."""
     queries: Queries
     """The voting queries: the current token's, or at a turn's end the last `obs_window` (fewer in a shorter turn)."""
     query_positions: QueryPositions
     """Positions of `queries`, -1 for one that does not exist."""
     keys: Keys
     values: Values
+    grace: PerHead | None = None
+    """Age in tokens up to which nothing decays, for a policy that says so (`Policy.grace`)."""
     arriving: Arrival | None = None
     """The token about to come in, for a policy that decides before attention."""
     attention: Attention | None = None

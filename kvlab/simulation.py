@@ -19,7 +19,7 @@ from kvlab.shapes import Keys, Outputs, Positions, Queries, QueryPositions, Valu
 class H2OSimulation:
     """Attention under H2O's mask, for each query head alone.
 
-    heavy, recent  parts of the whole text's length, each rounded down
+    heavy, recent  parts of the whole text's length, each rounded down as the code does, in binary floating point
     oracle         rank by attention from the whole text
     """
 

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PUNCTUATION, SPECIAL = 1, 2
+"""Kinds of tokens."""
+LONGEST_MARKER = 12
+"""Tokens of a template's marker, at most."""
+
 
 class Vocab:
     """Special and punctuation ids of a transformers tokenizer, found once when first asked for."""
@@ -26,24 +31,25 @@ class Vocab:
         return self._on_device[device]
 
     def kinds(self, ids: Tensor) -> Tensor:
-        """Of each id, in uint8: 2 special, 1 punctuation, 0 anything else."""
+        """Of each id, in uint8: SPECIAL, PUNCTUATION, or 0 for anything else."""
         if ids.device not in self._kinds:
             table = torch.zeros(1 + max([*self.special, *self.punctuation, 0]), dtype=torch.uint8)
-            table[list(self.punctuation)] = 1
-            table[list(self.special)] = 2
+            table[list(self.punctuation)] = PUNCTUATION
+            table[list(self.special)] = SPECIAL
             self._kinds[ids.device] = table.to(ids.device)
         table = self._kinds[ids.device]
         return torch.where((ids >= 0) & (ids < len(table)), table[ids.long().clamp(0, len(table) - 1)], 0)
 
-    def in_markers(self, ids: Tensor, real: Tensor) -> Tensor:
-        """Which ids (..., tokens), in the order of the text, are part of a marker of the chat template; all must be `real`."""
-        found = torch.zeros_like(real)
+    def in_markers(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Which ids (..., tokens), in the order of their positions, -1 for none, are part of a marker of the chat template."""
+        found = torch.zeros_like(positions, dtype=torch.bool)
+        follows = (positions >= 0) & (positions - positions.roll(1, -1) == 1)  # the token before it stands there too
         for marker in self.markers:
             size = len(marker)
             if size > ids.shape[-1]:
                 continue
             matches = (ids.unfold(-1, size, 1) == torch.tensor(marker, device=ids.device)).all(-1)
-            matches &= real.unfold(-1, size, 1).all(-1)
+            matches &= follows.unfold(-1, size, 1)[..., 1:].all(-1) & (positions.unfold(-1, size, 1)[..., 0] >= 0)
             for place in range(size):
                 found[..., place : place + matches.shape[-1]] |= matches
         return found
@@ -51,14 +57,14 @@ class Vocab:
     @cached_property
     def markers(self) -> tuple[tuple[int, ...], ...]:
         """What the chat template writes around messages, as sequences of two ids or more that begin with a special token or
-        hold none."""
+        hold none. They are short: a longer text is a message that the template itself begins with."""
         found: dict[tuple[int, ...], None] = {}
         for text in _template_texts(self._tokenizer):
             ids = self._tokenizer(text.strip(), add_special_tokens=False).input_ids
             starts = [place for place, token in enumerate(ids) if token in self.special]
             edges = sorted({0, *starts, len(ids)})
             for start, end in zip(edges, edges[1:], strict=False):
-                if end - start > 1:
+                if 1 < end - start <= LONGEST_MARKER:
                     found[tuple(ids[start:end])] = None
         return tuple(found)
 

@@ -6,6 +6,7 @@ import gc
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -16,12 +17,14 @@ from kvlab.models import ModelSpec, load_spec
 from kvlab.outline import outline
 from kvlab.session import attach
 from kvlab.settings import SettingError
+from kvlab.vocab import Vocab
 
 
 class Workbench:
     """A model that several cells share. The weights are loaded when they are first asked for."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        self._vocab: Vocab | None = None
         self.spec = spec
         self._samples: dict[str, list[Sample]] = {}
 
@@ -50,6 +53,14 @@ class Workbench:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def vocab(self, cell: Cell) -> Vocab:
+        """Sets of tokens of the model's tokenizer, made once; before any prompt is timed where a policy needs them."""
+        if self._vocab is None:
+            self._vocab = Vocab(self.tokenizer)
+        if "token_ids" in cell.policy.needs:
+            self._vocab.kinds(torch.zeros(1, dtype=torch.long, device=self.model.device))
+        return self._vocab
+
     def samples(self, cell: Cell) -> list[Sample]:
         """The samples of a cell's task; made once for all cells that share it."""
         if cell.comparison_id not in self._samples:
@@ -75,6 +86,7 @@ class Workbench:
             )
         with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan
+            plan.tokens(np.array([max(cell.protocol.known_len(sample.prompt) for sample in samples)]), new_tokens=0)
             shortest = min(cell.protocol.known_len(sample.prompt) for sample in samples)
             held = plan.budget.resolve([shortest], plan.layers, new_tokens=0)
             if held is not None and held[0] < plan.least and cell.policy.evicts:

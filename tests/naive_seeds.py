@@ -78,7 +78,8 @@ def scissorhands_stay(case: naive.Case, held: int, capped: int, budget: int | No
     if budget is None:
         return capped
     dropped = max(1, floor_share(case.settings["drop_share"], budget))
-    return min(capped, max(1, budget + 1 - dropped))
+    protected = case.settings["num_sink"] + case.settings["recent_window"]
+    return min(capped, max(1, budget + 1 - dropped, min(budget, protected)))
 
 
 # ---------------------------------------------------------------------------------------------------- hashevict

@@ -11,7 +11,6 @@ from contracts.helpers import Feed, kv_and_state, padded, positions_of, rows_of
 from kvlab import Budget, attach, load_model, make_policy
 from kvlab.embedded import is_fetched
 from kvlab.evals.texts import embedded_text
-from kvlab.policies.fastgen import MEMBERS
 from kvlab.tiny import tiny_tokenizer
 
 
@@ -33,7 +32,6 @@ def profile(cache, name="member", row=0):
 def test_a_threshold_of_one_is_the_full_cache(family, model):
     ids, mask = padded(rows_of(60, 41), "left")
     logits, cache = read(model, ids, mask, threshold=1.0)
-    stock = Feed(model, None, 2)
     with attach(model, make_policy("full")) as session:
         other = session.new_cache()
         feed = Feed(model, other, 2)
@@ -56,16 +54,36 @@ def test_bytes_fall_with_the_threshold(family, model):
         assert memory.kv_bytes == slots * row * 4
         held.append(int(memory.kept_len.sum()))
     assert held == sorted(held, reverse=True)
-    assert held[0] > held[2] > held[-1]
+    assert held[0] > held[-1]
 
 
-def test_recovered_attention_is_what_was_asked_for(family, model):
-    _, cache = read(model, rows_of(70)[0], threshold=0.8)
-    for layer in cache.layers:
-        recovered = layer.profile["recovery"]
-        assert (recovered >= 0.8).all() and (recovered <= 1).all()
-        full = layer.profile["member"] == len(MEMBERS) - 1
-        assert (recovered[full] == 1).all()
+@pytest.mark.parametrize("chunk", [None, 11])
+def test_recovered_attention_is_what_falls_on_the_set(family, model, chunk):
+    """Of a prompt that is read at once or in chunks: the share of attention that its last query pays to what is kept, at least,
+    and in the mean over queries what the profile says, where the set is the same for all queries.
+    """
+    ids, looks = rows_of(70)[0], {}
+
+    def watch(step):
+        looks[step.layer_idx] = torch.cat([attention.mean(2) for attention, _ in step.looks()], 2)[0], step.positions[0]
+
+    members = ("special+punct+frequent", "full")
+    settings = {"threshold": 0.5, "members": members}
+    with attach(model, make_policy("fastgen", **settings), tokenizer=tiny_tokenizer(), watch=watch) as session:
+        cache = session.new_cache()
+        with cache.turn():
+            for start in range(0, 70, chunk or 70):
+                model(ids[:, start : start + (chunk or 70)], cache=cache)
+        chosen = 0
+        for number, layer in enumerate(cache.layers):
+            attention, positions = looks[number]
+            for head, kept in enumerate(cache.kept_positions()[number][0]):
+                total = attention[head].sum(-1).mean()  # below 1 where the model has attention sinks
+                found = attention[head][:, torch.isin(positions[head], torch.tensor(kept))].sum(-1).mean()
+                if layer.profile["member"][0, head] == 0 and layer.rule.window is None:
+                    assert float(1 - (total - found)) == pytest.approx(float(layer.profile["recovery"][0, head]), abs=1e-4)
+                    chosen += 1
+        assert chosen or all(layer.rule.window for layer in cache.layers)
 
 
 def test_sequences_of_a_batch_have_profiles_of_their_own():
@@ -138,9 +156,11 @@ def test_a_budget_is_a_cap():
             cache = session.new_cache()
             feed = Feed(model, cache)
             feed(ids)
-            for step in range(3):
+            for step in range(4):
                 assert int(cache.kept_len.max()) <= tokens
+                assert tokens == 60 or int(cache.kept_len.min()) >= min(tokens, 4)
                 feed(ids[:, step : step + 1])
+            assert int(cache.kept_len.max()) <= tokens
 
 
 @pytest.mark.embedded

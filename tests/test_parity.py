@@ -485,6 +485,8 @@ def compare_call(driver, results, number, call):
     for row, result in enumerate(results):
         now = driver.seen[row]
         where = f"call {number} ({call.kind}), row {row}, tokens {before[row]} to {now - 1}, {driver.dtype}"
+        if result is not None and result.profile is not None:
+            assert driver.layer.profile["member"][row].tolist() == result.profile, where
         expected = result.kept[now - 1] if now else [[]] * case.kv_heads
         assert kept[row] == expected, where
         if now > before[row]:
@@ -913,6 +915,7 @@ def test_each_setting(policy, name, value):
         check(make_case(policy, script, 11, {name: value}, group=3))
     if policy == "fastgen":
         check(make_case(policy, TURNS, None, {name: value}, group=2, seed=3), "float32")
+        check(make_case(policy, (*prompt(25), *stream(14), *steps(2), *prompt(6), *stream(7)), None, {name: value}))
     else:
         check(make_case(policy, (*stream(30), *steps(3)), 11, {name: value}, group=2), "float32")
         check(make_case(policy, ONLY_STEPS, 14, {name: value}, kv_heads=1, group=4), "bfloat16")
@@ -1113,7 +1116,7 @@ def test_ties_go_to_the_newer_token(policy, inputs, dtype, group):
     if policy == "knorm" and inputs == "zero_queries":
         pytest.skip("norms do not depend on queries")
     for script in ((*prompt(41), *steps(12)), (*prompt(7), *steps(19), *prompt(5), *steps(3)), steps(37)):
-        if policy in SNAPS and script[0].kind == "step":
+        if policy in PROMPT_END and script[0].kind == "step":
             continue
         case = make_case(policy, script, 11, {"kernel": 1} if policy in SNAPS else None, inputs=inputs, kv_heads=2, group=group)
         driver = check(case, dtype)
@@ -1139,7 +1142,7 @@ def test_ties_at_zero_go_to_the_newer_token(policy, dtype):
     settings = {"h2o": {"heavy_share": 1.0}, "tova": {}}.get(policy, {"kernel": 1})
     for group in ("mean", "max", "sum", "first") if policy != "tova" else (None,):
         for script in ((*prompt(33), *steps(12)), steps(30)):
-            if policy in SNAPS and script[0].kind == "step":
+            if policy in PROMPT_END and script[0].kind == "step":
                 continue
             extra = {"group": group} if group else {}
             driver = check(make_case(policy, script, 9, {**settings, **extra}, inputs="one_focus"), dtype)
@@ -1184,7 +1187,7 @@ def random_case(number):
     for turn in range(pick(1, 2, 3)):
         lengths = rng.integers(1, 26 if turn == 0 else 12, batch).tolist()
         cuts = sorted(set(rng.integers(1, max(lengths), 2).tolist())) if chance(0.3) and max(lengths) > 1 else ()
-        if turn > 0 or policy in SNAPS or chance(0.7):
+        if turn > 0 or policy in PROMPT_END or chance(0.7):
             calls += prompt(*lengths, side=pick("left", "right"), cuts=cuts)
         kind = pick("steps", "stream", "gaps")
         if kind == "steps":
@@ -1205,6 +1208,8 @@ def random_case(number):
         settings |= {"beta": pick(1, 3, 20)}
     if policy == "random":
         settings |= {"seed": int(rng.integers(100))}
+    if policy in SEEDS:
+        settings |= {name: pick(*SEEDS[policy][name]) for name in rng.permutation(list(SEEDS[policy])).tolist()[:3]}
     layers = pick(1, 2, 4)
     case = Case(
         policy,

@@ -1,6 +1,7 @@
 """Policies one by one: the registry, settings, and scores and budgets against plain Python."""
 
 import dataclasses
+import itertools
 import math
 import random
 import typing
@@ -132,9 +133,41 @@ def test_needs_and_state_that_cannot_be(registry):
     class Thief(Policy):
         state: ClassVar[dict] = {"mass": base.TokenState(torch.float32)}
 
-    refused(lambda: register("greedy")(Greedy), "'greedy'", "gradients", "attention, mass, token_ids")
+    refused(lambda: register("greedy")(Greedy), "'greedy'", "gradients", "attention, looks, mass, token_ids")
     refused(lambda: register("thief")(Thief), "'thief'", "mass", "choose another")
     assert not {"greedy", "thief"} & set(policy_names())
+
+
+@pytest.mark.parametrize("ratios", [(0.9, 0.5), (1.0, 1.0, 0.2), (1.0, 1.0, 1.0), (0.99, 0.98, 0.97, 0.5), (0.0, 0.0)], ids=str)
+@pytest.mark.parametrize(("budget", "length"), [(50, 100), (30, 1000), (5, 40), (100, 100), (20, 21)])
+def test_scissorhands_spreads_a_budget_by_persistence(ratios, budget, length):
+    policy = make_policy("scissorhands", layers="persistence", persistence=ratios)
+    found = policy.layer_budget(budget, len(ratios), length)
+    assert sum(found) == budget * len(ratios)
+    least, most = min(budget, 11), max(length, budget)
+    assert all(least <= layer <= most for layer in found)
+    spread = [1 - ratio for ratio in ratios]
+    if len(set(spread)) == 1:
+        assert set(found) == {budget}
+        return
+    free = [layer for layer, share in enumerate(found) if least < share < most]  # beyond what all have, as their weights are
+    for one, other in itertools.combinations(free, 2):
+        expected = spread[one] * (found[other] - least)
+        assert abs(spread[other] * (found[one] - least) - expected) <= 1  # rounding
+
+
+def test_scissorhands_refuses_ratios_that_do_nothing_or_do_not_fit():
+    refused(lambda: make_policy("scissorhands", persistence=(0.9,)), "layers=persistence")
+    refused(lambda: make_policy("scissorhands", layers="persistence"), "kvlab analyze persistence")
+    refused(lambda: make_policy("scissorhands", layers="persistence", persistence=(1.5,)), "between 0 and 1")
+    policy = make_policy("scissorhands", layers="persistence", persistence=(0.9,))
+    refused(lambda: policy.layer_budget(20, 2, 100), "1 ratios", "2 layers")
+
+
+def test_scissorhands_never_drops_what_it_protects():
+    policy = make_policy("scissorhands")
+    assert policy.target(np.array([[12, 40, 100]])).tolist() == [[10, 21, 51]]
+    assert make_policy("scissorhands", num_sink=4, recent_window=4).target(np.array([[8]])).tolist() == [[8]]
 
 
 def test_a_policy_without_score(registry):

@@ -126,8 +126,17 @@ def test_choices_are_scored_alike_alone_and_in_a_batch():
             for choice, found in zip(options[row], together[row], strict=True):
                 alone = reader.read([prompt]).score([choice])[0]
                 assert alone.logprobs == pytest.approx(found.logprobs, abs=1e-4)
+        fork = reader.read(prompts)
+        held = [row.kv_bytes for row in fork.memory()[0]]
+        assert held == [row.kv_bytes_full for row in fork.memory()[0]] and held[0] > held[1] > 0
         with pytest.raises(ValueError, match="can't generate"):
             reader.read(prompts).generate(3)
+        cache = session.new_cache()
+        model(torch.tensor([prompts[0].ids]), cache=cache)
+        with pytest.raises(ValueError, match="decodes nothing"):
+            model(torch.tensor([[5]]), cache=cache)
+    with pytest.raises(ValueError, match="evicts nothing"), attach(model, make_policy("h2o"), simulation=lambda *_: None):
+        pass
 
 
 def test_shares_of_the_budget_are_exact():

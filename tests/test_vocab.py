@@ -136,19 +136,22 @@ def test_markers_of_a_chat_template_are_found_where_they_stand():
     vocab = Vocab(tokenizer)
     text = "[INST] user<|user|>why, INST?<|end|>"
     ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
-    real = torch.ones_like(ids, dtype=torch.bool)
+    real = torch.arange(ids.shape[1])[None]
     marked = vocab.in_markers(ids, real)[0].tolist()
     spans = [tokenizer.decode([token]) for token, inside in zip(ids[0].tolist(), marked, strict=True) if inside]
     assert "".join(spans).startswith("[INST] user")
     assert not any(marked[tokenizer(text, add_special_tokens=False).input_ids.index(id_of(tokenizer, "w")) :][:3])
-    assert not vocab.in_markers(ids, ~real).any()
+    assert not vocab.in_markers(ids, torch.full_like(real, -1)).any()
+    gap = real + 5 * (real > 2)  # what stood between was evicted
+    assert vocab.in_markers(ids, gap)[0].sum() < sum(marked)
+    assert not vocab.in_markers(ids, gap)[0, :5].any()
     cut = ids[:, 1:]  # a marker that is not whole is none
     assert not vocab.in_markers(cut, real[:, 1:])[0, :5].any()
 
 
 def test_a_tokenizer_without_a_template_has_no_markers(bpe):
     assert Vocab(bpe).markers == ()
-    assert not Vocab(bpe).in_markers(torch.arange(6)[None], torch.ones(1, 6, dtype=torch.bool)).any()
+    assert not Vocab(bpe).in_markers(torch.arange(6)[None], torch.arange(6)[None]).any()
 
 
 def test_a_template_that_refuses_system_messages_still_has_markers():
@@ -158,6 +161,16 @@ def test_a_template_that_refuses_system_messages_still_has_markers():
         "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
     )
     assert any("INST" in tokenizer.decode(marker) for marker in Vocab(tokenizer).markers)
+
+
+def test_a_message_that_a_template_begins_with_is_no_marker():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}<|begin|>You are a very helpful assistant.<|end|>{% endif %}"
+        + tokenizer.chat_template
+    )
+    texts = [tokenizer.decode(marker) for marker in Vocab(tokenizer).markers]
+    assert texts and not any("helpful" in text for text in texts)
 
 
 def test_kinds_of_ids(bpe):

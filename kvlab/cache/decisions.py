@@ -42,8 +42,7 @@ class DecidingLayer(LayerState):
             if not self.profile:
                 started = time(now.device)
                 self.profile = dict(policy.profile(step))
-                held = (self.voters.queries, self.voters.positions)
-                self.profile_cost = time(now.device) - started, sum(part.untyped_storage().nbytes() for part in held)
+                self.cache.note_profile(time(now.device) - started)
             kept = policy.select(replace(step, profile=self.profile))
             self._keep(kept | ~torch.from_numpy(came).to(kept.device)[..., None], view)
             return

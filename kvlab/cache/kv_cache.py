@@ -30,7 +30,8 @@ class Memory:
     kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
     kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
     kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
-    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables
+    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, queries of
+                   an open turn; but not what all caches of a session share (tables of token kinds, hash projections)
     kept_fraction  kept tokens / seen tokens, over all layers and heads
     kept_len       kept tokens, (layers, batch, kv_heads)
     """
@@ -91,6 +92,7 @@ class KVCache(Cache):
         self._tables: dict[Hashable, RotaryTable] = {}
         self._held = [0] * len(self.layers)
         self._peak = 0
+        self.profile_cost = (0.0, 0)
 
     # ------------------------------------------------------------------------------------------------ phases
 
@@ -336,11 +338,11 @@ class KVCache(Cache):
             rows.append(kept | {name: [layer.profile[name][row].tolist() for layer in filled] for name in names})
         return rows
 
-    @property
-    def profile_cost(self) -> tuple[float, int]:
-        """Seconds that finding out about heads took over all layers, and the most bytes of queries held for it at once."""
-        costs = [layer.profile_cost for layer in self.layers]
-        return sum(seconds for seconds, _ in costs), max((held for _, held in costs), default=0)
+    def note_profile(self, seconds: float) -> None:
+        """A layer's policy has found out about its heads; `profile_cost` sums up seconds and the most bytes of queries held."""
+        voters = [layer.voters for layer in self.layers if layer.voters is not None]
+        held = sum(part.untyped_storage().nbytes() for some in voters for part in (some.queries, some.positions))
+        self.profile_cost = self.profile_cost[0] + seconds, max(self.profile_cost[1], held)
 
     def memory(self) -> Memory:
         """What the cache weighs now."""

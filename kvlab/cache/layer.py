@@ -80,13 +80,22 @@ class KVLayer(DecidingLayer):
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
         output, placed = self._take_in(queries, arrival, call, counted=True)
         seen = queries if self.policy.replays_prompt else placed
-        voters, count = self.voters, None if self.cache.plan.watch else self.policy.voting
+        voters, count = self.voters, self._voting
         new = Voters(seen, call.positions)
         self.voters = new.last(count) if voters is None else voters.then(seen, call.positions, count)
         self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
         if not self.cache.turn_open:
             self.close_turn()
         return output
+
+    @property
+    def _voting(self) -> int | None:
+        """How many of the turn's last queries are remembered, None for all: only where they will be looked at."""
+        plan = self.cache.plan
+        if plan.watch is not None:
+            return None
+        decided = bool(self.profile) or (self.policy.replays_prompt and plan.budget.unlimited)
+        return 1 if decided else self.policy.voting
 
     def _take_in(self, queries: Queries, arrival: Arrival, call: Call, counted: bool) -> tuple[Outputs, Queries]:
         """Store tokens and let them attend, none leaving; also the queries as they attended.
@@ -106,7 +115,8 @@ class KVLayer(DecidingLayer):
         queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
         places = (call.positions, view.positions, self.rule)
         if (simulation := self.cache.plan.simulation) is not None:
-            assert alone, "a simulation reads whole texts"
+            if not alone:
+                raise ValueError("a simulation reads each text in one call of a new cache, since its masks need all of it")
             return simulation(queries, keys, view.values, *places), queries
         group = self.policy.group if counted and "mass" in self.policy.needs else None
         if group is None and self.rule.fused:
@@ -141,6 +151,8 @@ class KVLayer(DecidingLayer):
 
     def _steps(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """Each token as if it were decoded."""
+        if self.cache.plan.simulation is not None:
+            raise ValueError("a simulation reads whole texts and decodes nothing, since its masks need all of a text")
         if self.limits is None:
             self._set_limits(self._budget_from(self.cache.stream_budgets(len(call.seen))))
         rule = self.cache.plan.rule
@@ -216,8 +228,7 @@ class KVLayer(DecidingLayer):
             received = merge_group(attention, self.policy.group)[:, :, 0]
             store.write_state("mass", view.state["mass"] + received, view)
         if self.policy.remembers:
-            assert attention is not None, "a policy remembers what it asks for"
-            looks = partial(iter, [(attention, call.positions)])
+            looks = None if attention is None else partial(iter, [(attention, call.positions)])
             self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
         if not first_room:
             self._decide_step(queries, call, view, attention, None)

@@ -39,6 +39,8 @@ class Plan:
     """Whether the session is over."""
 
     def __post_init__(self) -> None:
+        if self.policy.evicts and not self.policy.drops and self.budget.unlimited:
+            raise PolicyError(f"policy {self.policy.name} drops nothing and fades beyond a part of the budget: give a budget")
         fixed = self.budget.resolve([1], self.layers) if self.budget.ratio is None else None
         if fixed is not None and self.policy.evicts and self.least > fixed[0]:
             raise BudgetError(

@@ -107,14 +107,16 @@ def replay_by_steps(
         slot, now = index[..., place : place + 1], positions[:, place]
         there = (now >= 0)[:, None]
         vector = slot[..., None].expand(-1, -1, -1, step.keys.shape[-1])
-        arriving = Arrival(step.layer_idx, step.keys.gather(2, vector), step.values[:, :, :1], positions[:, place : place + 1])
+        value = slot[..., None].expand(-1, -1, -1, step.values.shape[-1])
+        new = positions[:, place : place + 1]
+        arriving = Arrival(step.layer_idx, step.keys.gather(2, vector), step.values.gather(2, value), new)
         here = replace(
             step,
             prompt_end=False,
             positions=torch.where(kept, step.positions, -1),
             now=now.clamp(min=0),
             queries=queries[..., place : place + 1, :],
-            query_positions=positions[:, place : place + 1],
+            query_positions=new,
             arriving=arriving,
         )
         over = (kept.sum(-1) >= step.budget) & there

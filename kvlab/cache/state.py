@@ -57,7 +57,6 @@ class LayerState(CacheLayerMixin):
         self.table: RotaryTable | None = None
         self.voters: Voters | None = None  # the open turn's last queries
         self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
-        self.profile_cost = (0.0, 0)  # seconds which that took, bytes of the queries that were held for it
 
     # ------------------------------------------------------------------- what transformers asks of a cache layer
 
@@ -103,6 +102,7 @@ class LayerState(CacheLayerMixin):
         if self.limits is not None:
             self._set_limits(self.limits.budget[rows.numpy()])
         self.profile = {name: part[rows.to(part.device)] for name, part in self.profile.items()}
+        self.turn_start = None if self.turn_start is None else self.turn_start[rows.numpy()]
         self.voters = None if self.voters is None else self.voters.rows(rows)
 
     def fork(self, cache: KVCache, keep_limit: bool = True) -> Self:
@@ -145,8 +145,10 @@ class LayerState(CacheLayerMixin):
 
     @property
     def own_tensors(self) -> list[Tensor]:
-        """What is kept on the device beside the store: limits, and what the policy found out about heads."""
-        return [*([] if self.limits is None else self.limits.tensors), *self.profile.values()]
+        """What is kept on the device beside the store: limits, what the policy found out of heads, queries of an open turn."""
+        limits = [] if self.limits is None else self.limits.tensors
+        voters = [] if self.voters is None else [self.voters.queries, self.voters.positions]
+        return [*limits, *self.profile.values(), *voters]
 
     def _budget_from(self, budgets: np.ndarray | None) -> np.ndarray:
         """Budget of every row from those of all layers, (layers, batch) or None."""

@@ -29,7 +29,7 @@ from kvlab.shapes import Arrival, Kept, PerHead, Probes, Queries, Scores, Step, 
 Group = Literal["mean", "max", "sum", "first"]
 
 
-DECIDING = ("score", "scan_rule", "when", "once", "select", "remember")
+DECIDING = ("score", "scan_rule", "when", "once", "remember")
 """What a class may declare that says how it decides."""
 NEEDS = frozenset({"mass", "attention", "looks", "token_ids"})
 SCORE = "score"
@@ -200,6 +200,8 @@ def rule_of(policy: Policy) -> ScanRule | None:
     A class that changes how it decides voids the rule that it inherits.
     """
     if policy.rolling or policy.chooses:  # keys change their places at each step; no rule says what is chosen
+        return None
+    if policy.remembers and policy.when == "prompt_end":  # no rule says what it would remember at steps
         return None
     classes = type(policy).__mro__
     declared = {name: next(i for i, cls in enumerate(classes) if name in vars(cls)) for name in DECIDING}

@@ -1,5 +1,6 @@
 """FastGen (Ge et al. 2023, arXiv 2310.01801, section 3): each head keeps what it was seen to look at in the prompt."""
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,11 +11,10 @@ from kvlab.budget import exact_share
 from kvlab.policies.base import Group, Policy, PolicyError, TokenState, register
 from kvlab.selection import DEAD, EMPTY, RECENT, assign_tiers, select
 from kvlab.shapes import Kept, Positions, Scores, Step
+from kvlab.vocab import PUNCTUATION, SPECIAL
 
 PARTS = ("special", "punct", "frequent", "local")
 MEMBERS = ("special", "special+punct", "special+punct+frequent", "special+punct+frequent+local", "full")
-PUNCT, SPECIAL = 1, 2
-"""Kinds of tokens, as they are remembered."""
 
 
 @register("fastgen")
@@ -72,7 +72,7 @@ class FastGen(Policy):
         kinds = step.vocab.kinds(step.token_ids)
         if step.prompt_end:
             order = step.positions.argsort(-1)
-            marked = step.vocab.in_markers(step.token_ids.gather(-1, order), step.positions.gather(-1, order) >= 0)
+            marked = step.vocab.in_markers(step.token_ids.gather(-1, order), step.positions.gather(-1, order))
             kinds = kinds.masked_fill(torch.zeros_like(marked).scatter(-1, order, marked), SPECIAL)
         return {"kind": torch.maximum(step.state["kind"], kinds)}
 
@@ -113,7 +113,7 @@ class FastGen(Policy):
         assert step.mass is not None
         kind = step.state["kind"]
         count = _share(self.frequent_share, step.now + 1)
-        return {"special": kind == SPECIAL, "punct": kind == PUNCT, "frequent": _top(step.mass, step.positions, count)}
+        return {"special": kind == SPECIAL, "punct": kind == PUNCTUATION, "frequent": _top(step.mass, step.positions, count)}
 
     def select(self, step: Step) -> Kept:
         """The union of each head's parts, and what settings protect."""
@@ -121,8 +121,8 @@ class FastGen(Policy):
         reach = _share(self.local_share, step.now + 1)
         local = step.positions >= (step.now - reach)[:, None, None]
         kept = torch.zeros_like(local)
-        for part, mask in {**self._columns(step), "local": local, "full": torch.ones_like(local)}.items():
-            has = torch.tensor([part in _parts(name) for name in self.members], device=member.device)
+        masks = {**self._columns(step), "local": local, "full": torch.ones_like(local)}
+        for mask, has in zip(masks.values(), _membership(self.members, tuple(masks), member.device), strict=True):
             kept |= has[member][..., None] & mask
         special = None
         if self.keep_special and step.token_ids is not None:
@@ -155,13 +155,19 @@ def _parts(member: str) -> tuple[str, ...]:
     return tuple(member.split("+"))
 
 
+@functools.lru_cache(maxsize=64)
+def _membership(members: tuple[str, ...], parts: tuple[str, ...], device: torch.device) -> Tensor:
+    """Which part belongs to which member, (parts, members)."""
+    return torch.tensor([[part in _parts(member) for member in members] for part in parts], device=device)
+
+
 def _top(mass: Scores, positions: Positions, count: Tensor) -> Kept:
     """The `count` (batch,) tokens of each head with most attention, ties to the newer one."""
     held = positions >= 0
     if mass.dtype != torch.float32:
         return select(mass, positions, 2 * held.to(torch.int8) - 1, count[:, None].expand(positions.shape[:2]))
     # Bits of numbers above 0 are in the order of the numbers, so one sort of whole numbers does for both.
-    keys = (mass.clamp(min=0).view(torch.int32).long() << 32) + positions
+    keys = (mass.nan_to_num(nan=0.0).clamp(min=0).view(torch.int32).long() << 32) + positions
     keys = keys.masked_fill(~held, -1)
     place = (keys.shape[-1] - count).clamp(min=0, max=keys.shape[-1] - 1)[:, None, None]
     least = keys.sort(-1).values.gather(-1, place.expand(*keys.shape[:2], 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Policy, PolicyError, TokenState, register
-from kvlab.shapes import Arrival, PerHead, Probes, Queries, Scores, Step
+from kvlab.shapes import Arrival, Probes, Queries, Scores, Step
 
 
 @register("hashevict")
@@ -40,8 +40,8 @@ class HashEvict(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits < 1:
-            raise PolicyError("policy.bits=0: use at least 1, such as 16")
+        if not 1 <= self.bits <= 1024:
+            raise PolicyError(f"policy.bits={self.bits}: use 1 to 1024, such as 16")
 
     def token_state(self) -> dict[str, TokenState]:
         """Code of each key."""
@@ -85,10 +85,6 @@ class HashEvict(Policy):
         probes = self.probes(step.queries, step.arriving)  # (batch, kv_heads, probes, 1, bytes)
         differing = step.state["codes"][:, :, None] ^ probes
         return -ones_in_byte(differing.device)[differing.int()].sum(-1).float().mean(2)
-
-    def recent(self, budget: PerHead) -> PerHead:
-        """The last tokens, the arriving one included."""
-        return budget.new_full(budget.shape, self.recent_window)
 
 
 @functools.lru_cache(maxsize=512)

@@ -1,5 +1,6 @@
 """Scissorhands (Liu et al. 2023, arXiv 2305.17118, sections 3 and 4, Algorithms 1 and 2): drop what was rarely looked at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,6 +56,8 @@ class Scissorhands(Policy):
                 "policy.layers=persistence needs policy.persistence=[...], a ratio for each layer: "
                 "kvlab analyze persistence prints it"
             )
+        if self.layers == "uniform" and self.persistence:
+            raise PolicyError("policy.persistence is of no use with policy.layers=uniform: set policy.layers=persistence")
         if any(not 0 <= ratio <= 1 for ratio in self.persistence):
             raise PolicyError(f"policy.persistence={list(self.persistence)}: use ratios between 0 and 1")
 
@@ -68,10 +71,11 @@ class Scissorhands(Policy):
         return ScanRule(observe="marks", order="count", bits="marks", marks=marks, group=self.group)
 
     def target(self, budget: np.ndarray) -> np.ndarray:
-        """What is left of one token more than the budget when m have left."""
+        """What is left of one token more than the budget when m have left, but no protected one."""
         share = exact_share(self.drop_share)
         drop = np.maximum(1, budget * share.numerator // share.denominator)
-        return np.maximum(1, budget + 1 - drop)
+        protected = np.minimum(budget, self.num_sink + self.recent_window)
+        return np.maximum(np.maximum(1, budget + 1 - drop), protected)
 
     def layer_budget(self, budget: int, num_layers: int, length: int) -> list[int]:
         """Even, or by persistence."""
@@ -80,11 +84,7 @@ class Scissorhands(Policy):
         if len(self.persistence) != num_layers:
             raise PolicyError(f"policy.persistence has {len(self.persistence)} ratios, the model {num_layers} layers")
         least = min(budget, self.num_sink + self.recent_window + 1)
-        spread = [1 - ratio for ratio in self.persistence]
-        total = sum(spread) or 1.0
-        shares = [part / total if sum(spread) else 1 / num_layers for part in spread]
-        rest = (budget - least) * num_layers
-        return [least + more for more in apportion([rest * share for share in shares], rest)]
+        return spread_out([1 - ratio for ratio in self.persistence], budget * num_layers, least, max(length, budget))
 
     def remember(self, step: Step) -> dict[str, Tensor]:
         """Set the bit of each query that was looked at."""
@@ -105,6 +105,21 @@ class Scissorhands(Policy):
         """How often attention was low, negated, or high."""
         counts = _unpacked(step.state["marks"]).sum(-1).float()
         return counts if self.count == "high" else -counts
+
+
+def spread_out(weights: Sequence[float], total: int, least: int, most: int) -> list[int]:
+    """Whole numbers that sum to `total`, each from `least` to `most`, what lies between proportional to the weights."""
+    shares = [float(least)] * len(weights)
+    rest = float(total - least * len(weights))
+    while rest > 1e-9:
+        free = [i for i, share in enumerate(shares) if share < most]
+        weight = sum(weights[i] for i in free)
+        wanted = {i: shares[i] + (rest * weights[i] / weight if weight else rest / len(free)) for i in free}
+        shares = [min(float(most), wanted.get(i, share)) for i, share in enumerate(shares)]
+        rest = total - sum(shares)
+        if weight and not any(share > most for share in wanted.values()):
+            break
+    return apportion(shares, total)
 
 
 def _unpacked(marks: Tensor) -> Tensor:
