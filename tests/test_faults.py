@@ -267,8 +267,8 @@ FAULTS = {
     ),
     "m is dropped once too often": (
         "policies/scissorhands.py",
-        "return np.maximum(1, budget + 1 - drop)",
-        "return np.maximum(1, budget - drop)",
+        "return np.maximum(np.maximum(1, budget + 1 - drop), protected)",
+        "return np.maximum(np.maximum(1, budget - drop), protected)",
         ["tests/test_parity.py"],
     ),
     "the farthest query head decides": (
