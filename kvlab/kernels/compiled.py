@@ -330,9 +330,35 @@ def _mark(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any
             bits[i, byte] &= ~bit
 
 
+@njit(fastmath=FAST)
+def _unprotected(by: Any, positions: Any, now: int, recent: int, num_sink: int, masked: Any) -> int:
+    """The victim among a row's unprotected tokens, where none is dead or special, -1 if all are; loops without branches.
+
+    masked: scratch
+    """
+    count = positions.shape[0]
+    for i in range(count):
+        free = positions[i] >= num_sink and positions[i] <= now - recent
+        masked[i] = -by[i] if free else -INFINITY
+    worst = _largest(masked[:count])
+    if worst == -INFINITY:
+        return -1
+    oldest = np.int32(2**31 - 1)
+    for i in range(count):
+        oldest = min(oldest, positions[i] if masked[i] == worst else np.int32(2**31 - 1))
+    for i in range(count):
+        if positions[i] == oldest:
+            return i
+    return -1
+
+
 @njit
-def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int) -> int:
-    """Which of a row's tokens leaves: the lowest by tier of protection, then by `by`, then the oldest."""
+def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int, masked: Any) -> int:
+    """Which of a row's tokens leaves: the lowest by tier of protection, then by `by`, then the oldest. masked: scratch."""
+    if window == 0 and special.size == 0:
+        found = _unprotected(by, positions, now, recent, num_sink, masked)
+        if found >= 0:
+            return found
     best, best_tier, best_key, best_position = 0, SINK + 1, INFINITY, 0
     for i in range(positions.shape[0]):
         position = positions[i]
@@ -386,22 +412,23 @@ def _drop_to(
     positions, value, special, norm, bits = planes[2], planes[3], planes[4], planes[6], planes[7]
     limit, recent, num_sink, grace = limits
     start, scored = offsets[first], False
+    keys, masked = by[0], by[1]
     while lengths[first] > room:
         count = lengths[first]
         places = positions[start : start + count]
         if order == RANKED or not scored:  # the others judge all at once
             held = value[start : start + count] if shared.size == 0 and value.size > 0 else shared
             if order == COUNT:
-                _count_bits(bits[start : start + count], np.float32(1 if high else -1), by)
+                _count_bits(bits[start : start + count], np.float32(1 if high else -1), keys)
             elif order == DISTANCE:
-                _nearness(bits[start : start + count], probes, by)
+                _nearness(bits[start : start + count], probes, keys)
             elif order == DECAYED:
-                _decayed(held, norm[start : start + count], places, now, grace[first], decay, by)
+                _decayed(held, norm[start : start + count], places, now, grace[first], decay, keys)
             else:
-                _sort_values(held, places, order, limit[first], by)
+                _sort_values(held, places, order, limit[first], keys)
             scored = True
-        slot = _victim(by, places, special[start : start + count], now, window, recent[first], num_sink)
-        by[slot] = by[count - 1]
+        slot = _victim(keys, places, special[start : start + count], now, window, recent[first], num_sink, masked)
+        keys[slot] = keys[count - 1]
         if shared.size > 0:
             shared[slot] = shared[count - 1]
         for row in range(first, first + rows):
@@ -447,7 +474,7 @@ def scan(
         query = np.empty((group, dim), np.float32)
         mixed = np.empty((group, out.shape[3]), np.float32)
         weights = np.empty((group, widest), np.float32)
-        by = np.empty(widest, np.float32)
+        by = np.empty((2, widest), np.float32)
         merged = np.empty(widest if observe == MARKS else 0, np.float32)
         probe = np.empty((probes.shape[1], probes.shape[3]), np.uint8)
         mean_of_plane = unit > 1 and value.size > 0 and observe != LAST
