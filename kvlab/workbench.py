@@ -84,16 +84,16 @@ class Workbench:
                 f"task {cell.task.name} generates, and protocol {cell.protocol.name} can only score given texts: its masks "
                 "need all of a text; use protocol=prompt, or a task such as perplexity"
             )
+        lengths = [cell.protocol.known_len(sample.prompt) for sample in samples]
         with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan
-            plan.tokens(np.array([max(cell.protocol.known_len(sample.prompt) for sample in samples)]), new_tokens=0)
-            shortest = min(cell.protocol.known_len(sample.prompt) for sample in samples)
-            held = plan.budget.resolve([shortest], plan.layers, new_tokens=0)
+            held = plan.budget.resolve([min(lengths)], plan.layers, new_tokens=0)
             if held is not None and held[0] < plan.least and cell.policy.evicts:
                 raise BudgetError(
-                    f"budget.ratio={cell.budget.ratio} holds {held[0]} of the shortest prompt's {shortest} tokens, fewer than "
-                    f"policy {cell.policy.name} protects ({plan.protection}): raise the ratio or lower these settings"
+                    f"budget.ratio={cell.budget.ratio} holds {held[0]} of the shortest prompt's {min(lengths)} tokens, fewer "
+                    f"than policy {cell.policy.name} protects ({plan.protection}): raise the ratio or lower these settings"
                 )
+            plan.tokens(np.array([max(lengths)]), new_tokens=0)  # budgets of layers that don't fit the model
 
     @property
     def context(self) -> int:

@@ -4,6 +4,7 @@ import os
 import pydoc_data.topics
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,8 @@ def test_a_padded_batch_equals_its_prompts_alone(policy_name, embedded, prompts)
         kept = cache.kept_len[:, row]
         if not policy.evicts:
             assert (kept == length).all()
+        elif policy.chooses or int(policy.target(np.array([[BUDGET]]))[0, 0]) < BUDGET:  # what it needs, or what is left
+            assert (kept <= BUDGET).all() and (kept > 0).all()
         elif policy.holds_budget_after_prompt:
             split = policy.layer_budget(BUDGET, layers, LENGTHS[row])
             assert kept.sum(1).tolist() == [tokens * heads for tokens in split]

@@ -116,8 +116,10 @@ def test_scissorhands_drops_several_at_a_step(drop_share, sizes):
 
 
 def test_scissorhands_drops_exact_shares():
-    case = naive.Case(*[None] * 3, "scissorhands", {"drop_share": 0.29}, *[None] * 9)
+    case = naive.Case(*[None] * 3, "scissorhands", {"drop_share": 0.29, "num_sink": 0, "recent_window": 10}, *[None] * 9)
     assert [naive_seeds.scissorhands_stay(case, held, 100, 100) for held in (99, 100, 101, 140)] == [99, 100, 72, 72]
+    case.settings.update(num_sink=40, recent_window=40)  # what is protected stays
+    assert naive_seeds.scissorhands_stay(case, 101, 100, 100) == 80
 
 
 @pytest.mark.parametrize(("threshold", "kept"), [("seen", [0, 3]), ("held", [2, 3])])

@@ -134,10 +134,10 @@ def test_chunked_evicts_after_each_chunk_to_the_budget_of_the_whole_prompt():
     with attach(model, make_policy("tova"), Budget(ratio=0.3)) as session:
         reading = Reader(session, Chunked(chunk=10, hold_back=2)).read([Prompt(ids)])
         kept = reading.feed.cache.kept_positions()
-        peak = reading.memory()[1]
         (scored,) = reading.score([gold])
-        whole = Reader(session, PromptProtocol(hold_back=2)).read([Prompt(ids)])
-        assert peak < whole.memory()[1]
+        long = [Prompt(row(150))]
+        peaks = [Reader(session, one).read(long).memory()[1] for one in (Chunked(chunk=10), PromptProtocol())]
+        assert peaks[0] < peaks[1]
     with attach(model, make_policy("tova"), Budget(tokens=8)) as session:
         cache = session.new_cache()
         for start, end in ((0, 10), (10, 20), (20, 27)):
@@ -194,9 +194,13 @@ def test_the_question_is_held_back_where_there_is_one():
 
 
 def test_policies_that_decide_at_a_prompts_end_are_refused_under_stream():
-    Stream().check(make_policy("h2o"))
+    Stream().check(make_policy("h2o"), Budget())
+    for name in ("snapkv", "fastgen"):
+        with pytest.raises(SettingError, match="protocol=prompt"):
+            Stream().check(make_policy(name), Budget())
+    Chunked().check(make_policy("snapkv"), Budget())
     with pytest.raises(SettingError, match="protocol=prompt"):
-        Stream().check(make_policy("snapkv"))
+        Chunked().check(make_policy("fastgen"), Budget())
 
 
 # --------------------------------------------------------------------------------------- shared prefixes and forks

@@ -175,8 +175,13 @@ def test_protocols_give_the_same_both_ways(protocol, policy_name, family, model)
         assert one == pytest.approx(other, abs=1e-4)
 
 
+FAST_ON_REAL_TEXT = ("h2o", "hashevict", "hyde", "scissorhands")
+
+
 @pytest.mark.embedded
-@pytest.mark.parametrize("name", EVERY_STEP)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST_ON_REAL_TEXT else pytest.mark.slow) for name in EVERY_STEP]
+)
 def test_scan_equals_steps_on_real_text(name):
     if not is_fetched():
         pytest.skip("the embedded model isn't fetched (make setup)")

@@ -100,7 +100,7 @@ def check(store, expected):
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         held = lengths.flatten()[row]
         assert [position != -1 for position in flat[start:end]] == [slot < held for slot in range(end - start)]
-    slots = store.slots("mass")
+    slots = store.slots(("mass", None, None))
     assert slots.offsets.tolist() == starts.tolist() and slots.lengths.tolist() == lengths.flatten().tolist()
     assert slots.widest == capacity.max() and slots.value is store.planes["mass"]
 
@@ -377,10 +377,10 @@ def test_state_follows_tokens_that_a_kernel_moved():
     store.write_state("token_ids", torch.tensor([[[10, 11, 12]]]), store.view())
     store.write_state("mass", torch.tensor([[[1.0, 2.0, 3.0]]]), store.view())
     arrived = {"token_ids": torch.tensor([20, 21])}
-    store.replace_state(arrived, torch.tensor([4, 2, 3], dtype=torch.int32), keep="mass")
+    store.replace_state(arrived, torch.tensor([4, 2, 3], dtype=torch.int32), keep=("mass",))
     assert store.state["token_ids"].tolist() == [21, 12, 20]
     assert store.state["mass"].tolist() == [1.0, 2.0, 3.0]
-    store.replace_state(arrived, torch.tensor([4, 2, 3], dtype=torch.int32), keep=None)
+    store.replace_state(arrived, torch.tensor([4, 2, 3], dtype=torch.int32))
     assert store.state["mass"].tolist() == [0.0, 3.0, 0.0]
 
 

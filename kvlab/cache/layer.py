@@ -94,7 +94,8 @@ class KVLayer(DecidingLayer):
         plan = self.cache.plan
         if plan.watch is not None:
             return None
-        decided = bool(self.profile) or (self.policy.replays_prompt and plan.budget.unlimited)
+        no_limit = plan.budget.unlimited and self.rule.window is None
+        decided = bool(self.profile) or (self.policy.replays_prompt and no_limit)
         return 1 if decided else self.policy.voting
 
     def _take_in(self, queries: Queries, arrival: Arrival, call: Call, counted: bool) -> tuple[Outputs, Queries]:
