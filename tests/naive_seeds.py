@@ -225,7 +225,7 @@ def lost_mass(
         for query, weights in enumerate(segment_weights, start=first):
             outside = [weight for key, weight in weights[h].items() if not belongs(member, columns, key, query, reach)]
             lost.append(sum(outside))
-    return sum(lost) / len(lost)
+    return min(1.0, sum(lost) / len(lost))  # rounding may say more than all
 
 
 def choose_member(

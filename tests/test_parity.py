@@ -1209,7 +1209,8 @@ def random_case(number):
     if policy == "random":
         settings |= {"seed": int(rng.integers(100))}
     if policy in SEEDS:
-        settings |= {name: pick(*SEEDS[policy][name]) for name in rng.permutation(list(SEEDS[policy])).tolist()[:3]}
+        own = [name for name in SEEDS[policy] if name not in settings]
+        settings |= {name: pick(*SEEDS[policy][name]) for name in rng.permutation(own).tolist()[:3]}
     layers = pick(1, 2, 4)
     case = Case(
         policy,

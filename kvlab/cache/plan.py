@@ -76,7 +76,7 @@ class Plan:
     def _protected(self) -> dict[str, int]:
         """Tokens that settings protect whatever the budget is."""
         recent = {"recent_window": self.policy.recent_window}
-        if self.policy.when == "prompt_end":
+        if self.policy.when == "prompt_end" and not self.policy.chooses:
             recent["obs_window"] = self.policy.obs_window
         widest = max(recent, key=lambda name: recent[name])
         return {"num_sink": self.policy.num_sink, widest: recent[widest]}

@@ -106,7 +106,7 @@ class FastGen(Policy):
                 kept = kept | columns[part] if part in columns else kept
             outside = (far if "local" in parts else everything).masked_fill(kept, 0.0).sum(-1)
             lost.append(torch.zeros_like(outside) if member == "full" else outside / queries.clamp(min=1)[:, None])
-        return torch.stack(lost, -1)
+        return torch.stack(lost, -1).clamp(max=1)  # rounding may say more than all
 
     def _columns(self, step: Step) -> dict[str, Kept]:
         """Tokens of the parts that don't depend on a query."""
