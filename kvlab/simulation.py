@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlab.kernels.reference import AttentionRule, accumulate_type
+from kvlab.kernels.reference import AttentionRule, accumulate_type, capped, masked_softmax
 from kvlab.shapes import Keys, Outputs, Positions, Queries, QueryPositions, Values
 
 
@@ -51,16 +51,14 @@ class H2OSimulation:
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """Of one KV head: queries (group, tokens, head_dim), keys and values (tokens, dim), sinks (group,)."""
         exact = accumulate_type(queries)
-        logits = queries.to(exact) @ keys.to(exact).T * rule.scaling
-        if rule.softcap is not None:
-            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        logits = capped(queries.to(exact) @ keys.to(exact).T * rule.scaling, rule.softcap)
         tokens = logits.shape[-1]
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=logits.device)
         causal = ones.tril() if rule.window is None else ones.tril().triu(1 - rule.window)
         heavy, recent = int(self.heavy * tokens), int(self.recent * tokens)
-        weights = _softmax(logits, causal, rule.sinks)
+        weights = masked_softmax(logits, causal, rule.sinks)
         mask = ones.triu(-recent) | (top_columns(weights, heavy) if self.oracle else running_heavy(weights, heavy))
-        return (_softmax(logits, mask & causal, rule.sinks) @ values.to(exact)).to(values.dtype)
+        return (masked_softmax(logits, mask & causal, rule.sinks) @ values.to(exact)).to(values.dtype)
 
 
 def top_columns(weights: Tensor, heavy: int) -> Tensor:
@@ -93,12 +91,3 @@ def running_heavy(weights: Tensor, heavy: int) -> Tensor:
         mask[:, token] = held
         total = (total + weights[:, token]).masked_fill(~held, 0.0)
     return mask
-
-
-def _softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights over what the mask leaves, (heads, tokens, tokens); sinks (heads,) enlarge the denominator alone."""
-    logits = logits.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        return logits.softmax(-1)
-    column = sinks.to(logits.dtype)[:, None, None].expand(-1, logits.shape[1], 1)
-    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]

@@ -80,25 +80,35 @@ def visible(query_positions: QueryPositions, positions: Positions, window: int |
     return mask | ~mask.any(-1, keepdim=True)
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), or the logits as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def masked_softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last axis where `mask` is set. logits (..., heads, queries, keys); sinks (..., heads): logits that only
+    enlarge the denominator.
+    """
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.to(logits.dtype)[..., None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+
+
 def weights(
     queries: Queries, keys: Keys, query_positions: QueryPositions, positions: Positions, rule: AttentionRule
 ) -> Attention:
     """Softmax attention weights; rows of queries that don't exist (position -1) are zero."""
     exact = accumulate_type(queries)
-    batch, kv_heads, group, count, _ = queries.shape
+    group, count = queries.shape[2:4]
     logits = queries.to(exact).flatten(2, 3) @ keys.to(exact).transpose(-1, -2) * rule.scaling
     logits = logits.unflatten(2, (group, count))  # (batch, kv_heads, group, queries, slots)
-    if rule.softcap is not None:
-        logits = rule.softcap * torch.tanh(logits / rule.softcap)
+    logits = capped(logits, rule.softcap)
     if rule.fade is not None:
         logits = logits + rule.fade.bias(query_positions, positions)[:, :, None].to(exact)
     mask = visible(query_positions, positions, rule.window)[:, :, None]
-    logits = logits.masked_fill(~mask, float("-inf"))
-    if rule.sinks is None:
-        probabilities = logits.softmax(-1)
-    else:
-        sinks = rule.sinks.to(exact)[None, :, :, None, None].expand(batch, -1, -1, count, 1)
-        probabilities = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    probabilities = masked_softmax(logits, mask, rule.sinks)
     return probabilities * (query_positions >= 0)[:, None, None, :, None]
 
 
