@@ -138,6 +138,7 @@ class Cell:
             "data": self.task.data_hash(),
             "protocol": {"name": self.protocol.name, **chosen(self.protocol, leave_out=("exact",))},
             "seed": self.seed,
+            **({"beyond_context": True} if self.runtime.beyond_context else {}),
         }
 
     @cached_property
@@ -171,6 +172,11 @@ class Cell:
         label = self.policy_label[:LONGEST_LABEL]  # a folder's name must fit; the hash tells cells apart
         parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is evicted, coded or shared: what other cells are compared with."""
+        return self.policy.name == "full"
 
     def full_cache_results(self) -> list[Path]:
         """Folders of finished full-cache cells beside this one, which it may be compared with."""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvlab.cells import Cell
 from kvlab.estimate import Estimate, estimate
+from kvlab.evals import task_class, task_names
 from kvlab.results import CellBusy, CellStore
 from kvlab.runner import run_cell
 from kvlab.settings import SettingError
@@ -53,7 +54,8 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
 
     Raises ValueError before anything is loaded where a cell can't be.
     """
-    cells = [_checked(number, configs) for number in range(len(configs))]
+    asked = [_cells(number, configs) for number in range(len(configs))]
+    cells = [cell for group in asked for cell in group]
     distinct = list({cell.folder: cell for cell in cells}.values())
     if len(distinct) < len(cells):
         why = "full cache has no budget, and batch size and the like change no result"
@@ -61,7 +63,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     groups = _groups(distinct, options.force)
     if options.dry_run:
         _show_plan(distinct, groups)
-        return [None] * len(cells)
+        return [None] * len(configs)
     _check_places(distinct)
     failed, busy = _run_groups(distinct, groups, options.force)
     options.report(distinct)
@@ -69,7 +71,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
     if busy:
         raise CellsFailed(f"{len(busy)} of {_count(distinct)} are left to another process: {busy[0].folder}")
-    return [_main_value(cell) for cell in cells]
+    return [_main_value(group[0]) for group in asked]
 
 
 def _check_places(cells: Sequence[Cell]) -> None:
@@ -85,11 +87,22 @@ def _check_places(cells: Sequence[Cell]) -> None:
         make_tracker(cell.tracking, cell.output_dir)
 
 
-def _checked(number: int, configs: Sequence[DictConfig]) -> Cell:
+def _cells(number: int, configs: Sequence[DictConfig]) -> list[Cell]:
+    """The cells of a config: one, or one for each of a benchmark's tasks."""
     try:
-        return Cell.of(_plain(configs[number]))
+        return [Cell.of(config) for config in _spread(_plain(configs[number]))]
     except ValueError as error:
         raise SettingError(f"{_which(number, len(configs))}{error}") from error
+
+
+def _spread(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A config for each item of the setting that a task `spreads`."""
+    task = config.get("task")
+    name = task_class(task["name"]).spreads if isinstance(task, dict) and task.get("name") in task_names() else ""
+    items = task.get(name) if name and isinstance(task, dict) else None
+    if not isinstance(items, list) or len(items) < 2:
+        return [config]
+    return [{**config, "task": {**task, name: [item]}} for item in dict.fromkeys(items)]  # type: ignore[dict-item]
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -120,6 +133,8 @@ def _groups(cells: Sequence[Cell], force: bool) -> list[_Group]:
             raise SettingError(f"{name}{error}") from error
         done = 0 if force else len(store.records())
         group.left.append((cell, max(0, len(group.bench.samples(cell)) - done)))
+    for group in groups.values():
+        group.left.sort(key=lambda left: not left[0].is_full)  # what others are compared with, and judged against, comes first
     return list(groups.values())
 
 
@@ -165,7 +180,13 @@ def _run_one(cell: Cell, bench: Workbench, force: bool, progress: Callable[[int]
         say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")
         return False
     say(f"{place} {cell.label}: {_headline(result)} ({seconds:.0f} s)")
+    if left_out := bench.left_out(cell):
+        _say_once(f"{_rows(len(left_out))} of task {cell.task.label} left out (task.bad_rows=stop ends there): {left_out[0]}")
     return True
+
+
+def _rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number} rows"
 
 
 def _headline(result: Mapping[str, Any]) -> str:

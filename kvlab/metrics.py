@@ -40,6 +40,7 @@ class Metric:
     better         "higher" or "lower"
     of, weight     names in a sample's `values`
     chance         what guessing scores, if that is known
+    some           whether only some samples have it, such as those that aren't perturbed
     """
 
     value: float
@@ -50,6 +51,7 @@ class Metric:
     of: str
     weight: str | None = None
     chance: float | None = None
+    some: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, ready for JSON."""
@@ -95,13 +97,19 @@ def make_metric(
     better: str,
     weight: str | None = None,
     chance: float | None = None,
+    some: bool = False,
 ) -> Metric:
-    """The metric over sample records, each with its numbers in `values`. ValueError where a sample lacks one."""
+    """The metric over sample records, each with its numbers in `values`. ValueError where a sample lacks one.
+
+    some  only those samples count that have it; ValueError where none has
+    """
     if better not in ("higher", "lower"):
         raise ValueError(f"metric of {of!r}: better={better!r}, use 'higher' or 'lower'")
+    if some:
+        records = [record for record in records if of in (record.get("values") or {})]
     weights = None if weight is None else column(records, weight)
     value, stderr = summarise(kind, column(records, of), weights)
-    return Metric(value, stderr, len(records), kind, better, of, weight, chance)
+    return Metric(value, stderr, len(records), kind, better, of, weight, chance, some)
 
 
 def column(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

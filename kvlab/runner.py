@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import os
 import platform
 import statistics
@@ -25,8 +26,9 @@ import torch
 
 import kvlab
 from kvlab.cells import Cell
-from kvlab.evals import Record, Sample
+from kvlab.evals import Finished, Record, Sample
 from kvlab.measure import PeakMemory, now
+from kvlab.models import load_model
 from kvlab.protocol import Reader
 from kvlab.reading import Reading
 from kvlab.results import SCHEMA, CellStore
@@ -36,6 +38,8 @@ from kvlab.workbench import Workbench
 
 PROBE_STEPS = 8
 """Decode steps that are timed in one batch of each cell."""
+LEFT_OUT_LINES = 20
+"""Lines on rows left out that a result holds."""
 Progress = Callable[[int], None]
 """Called with the number of samples just finished."""
 
@@ -51,8 +55,14 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     try:
         samples = bench.samples(cell)
         records = _finish_samples(cell, bench, store, samples, tracker, progress, peak)
+        finished = _finished(cell, bench, samples, records)
+        if (judged := cell.task.judge(finished)) is not records:
+            store.rewrite(judged)
+            records = judged
         result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None, **_summed_up(cell, samples, records)}
+        result["left_out"] = {"rows": len(bench.left_out(cell)), "why": bench.left_out(cell)[:LEFT_OUT_LINES]}
         result["memory"] |= peak.read()
+        cell.task.export(replace(finished, records=records), result)
         trace = ""
     except (KeyboardInterrupt, SystemExit):
         tracker.abandon()
@@ -64,6 +74,18 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     store.finish(result, trace)
     tracker.finish(result, records)
     return result
+
+
+def _finished(cell: Cell, bench: Workbench, samples: Sequence[Sample], records: list[Record]) -> Finished:
+    def full() -> dict[str, Record] | None:
+        folders = [cell.folder] if cell.is_full else cell.full_cache_results()
+        return {record["id"]: record for record in CellStore(folders[0]).records()} if folders else None
+
+    def load(name: str | None) -> tuple[Any, Any]:
+        return (bench.model, bench.tokenizer) if name in (None, bench.spec.name) else load_model(name)
+
+    shared = cell.output_dir / cell.name
+    return Finished(cell.folder, shared, {**cell.summary(), "git_commit": git_commit()}, samples, records, full, load)
 
 
 def _finish_samples(
@@ -81,7 +103,7 @@ def _finish_samples(
         left = [sample for sample in batch if sample.id not in done]
         if left:
             probed = any("decode_step_s" in record["speed"] for record in records)
-            new = _evaluate(cell, bench, left, None if probed else peak)
+            new = evaluate(cell, bench, left, None if probed else peak)
             store.append(new)
             records += new
             tracker.progress(len(records), len(samples), _running_means(records))
@@ -93,17 +115,25 @@ def _finish_samples(
 def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early.
 
-    Rows of a batch generate equally many tokens at most, since they go on together.
+    Rows of a batch generate equally many tokens at most up to the same strings, since they go on together. A sample with
+    several prompts takes as many rows.
     """
     found: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda sample: (-sample.new_tokens, -len(sample.prompt.ids))):
-        if not found or len(found[-1]) == size or found[-1][0].new_tokens != sample.new_tokens:
+    rows = 0
+    for sample in sorted(samples, key=lambda sample: (-sample.new_tokens, sample.stop, -len(sample.prompt.ids))):
+        rows += len(sample.prompts)
+        if not found or rows > size or _generated(found[-1][0]) != _generated(sample):
             found.append([])
+            rows = len(sample.prompts)
         found[-1].append(sample)
     return found
 
 
-def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None) -> list[Record]:
+def _generated(sample: Sample) -> tuple[int, tuple[str, ...]]:
+    return sample.new_tokens, sample.stop
+
+
+def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None = None) -> list[Record]:
     """Records of a batch. What each sample is billed for memory and time is its share of the batch.
 
     peak  where the speed of decoding is to be tried too, which must not count as the cell's memory
@@ -116,14 +146,14 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
         start = now(model.device)
         torch.manual_seed(cell.seed)
         reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
-        prompts = [replace(sample.prompt, name=sample.id) for sample in batch]
-        reading = reader.read(prompts, new_tokens=[sample.tokens - len(sample.prompt.ids) for sample in batch])
+        prompts = [replace(p, name=f"{s.id}#{n}" if n else s.id) for s in batch for n, p in enumerate(s.prompts)]
+        reading = reader.read(prompts, new_tokens=[sample.after for sample in batch for _ in sample.prompts])
         speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
         # Rows that end early go on with the batch, so what generation holds is taken before it.
-        memory = _memory(reading) if batch[0].new_tokens else None
-        heads = _heads(cell, reading) or [{}] * rows
+        memory = _memory(reading, batch) if batch[0].new_tokens else None
+        heads = _heads(cell, reading, batch) or [{}] * rows
         records = cell.task.evaluate(reading, batch, bench.tokenizer)
-        memory = memory or _memory(reading)
+        memory = memory or _memory(reading, batch)
         speed["seconds"] = (now(model.device) - start) / rows
         if (
             peak is not None
@@ -132,7 +162,7 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
         ):
             peak.pause()
             step, policy = reader.overhead(reading, steps)
-            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": rows}
+            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": len(prompts)}
             peak.go_on()
     return [
         {
@@ -148,17 +178,30 @@ def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakM
     ]
 
 
-def _heads(cell: Cell, reading: Reading) -> list[dict[str, Any]]:
-    """Where heads may hold different numbers of tokens: what each holds once the prompt was read, and why."""
+def _heads(cell: Cell, reading: Reading, batch: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Where heads may hold different numbers of tokens: what each holds once a sample's (first) prompt was read, and why."""
     if not cell.policy.ragged or cell.protocol.simulated:
         return []
     seconds, held = reading.feed.cache.profile_cost
     rows = len(reading.last)
     cost = {"profile_s": seconds / rows, "profile_bytes": held // rows} if held else {}
-    return [{"heads": heads | cost} for heads in reading.feed.cache.heads_by_row()]
+    heads = reading.feed.cache.heads_by_row()
+    return [{"heads": heads[rows[0]] | cost} for rows in _rows_of(batch)]
 
 
-def _memory(reading: Reading) -> list[dict[str, float]]:
+def _rows_of(batch: Sequence[Sample]) -> list[range]:
+    """The rows that each sample's prompts are in a reading."""
+    ends = list(itertools.accumulate(len(sample.prompts) for sample in batch))
+    return [range(end - len(sample.prompts), end) for end, sample in zip(ends, batch, strict=True)]
+
+
+def _memory(reading: Reading, batch: Sequence[Sample]) -> list[dict[str, float]]:
+    """What a sequence of each sample holds, the mean where it has several."""
+    found = _memory_by_row(reading)
+    return [{name: statistics.fmean(found[row][name] for row in rows) for name in found[0]} for rows in _rows_of(batch)]
+
+
+def _memory_by_row(reading: Reading) -> list[dict[str, float]]:
     """What each sequence holds. The peak and the bookkeeping are known for the batch only and shared out by length."""
     rows, peak, state = reading.memory()
     whole = sum(row.kv_bytes_full for row in rows) or 1

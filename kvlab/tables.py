@@ -298,6 +298,7 @@ def _row(cell: StoredCell, name: str, paired: bool, base: Samples, warnings: lis
     if not (paired and base and metric):
         return Row(cell.facts, **own)
     samples = samples_of(cell, warnings)
+    base, samples = ({key: one for key, one in side.items() if _has(one, metric)} for side in (base, samples))
     ids = [key for key in base if key in samples]
     if len(ids) < max(len(base), len(samples)):
         counts = f"{len(samples)} here, {len(base)} with the full cache"
@@ -309,12 +310,20 @@ def _row(cell: StoredCell, name: str, paired: bool, base: Samples, warnings: lis
         return Row(cell.facts, **own)
 
 
+def _has(sample: Mapping[str, Any], metric: Mapping[str, Any]) -> bool:
+    """Whether a metric is about a sample: some are about a part of them, and a broken record is not to pass unseen."""
+    return not metric.get("some") or metric["of"] in sample["values"]
+
+
 def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tuple[float, float] | None) -> list[str]:
     """What a reader must know before believing any difference."""
     doubts = []
     simulated = [cell.about for cell in cells if "simulated" in cell.facts["labels"]]
     if simulated:
         doubts.append(f"simulated, so bytes and speed are not those of a real implementation: {'; '.join(simulated)}")
+    bad = next((left for cell in cells if (left := cell.result.get("left_out") or {}).get("rows")), None)
+    if bad:
+        doubts.append(f"{bad['rows']} bad rows of the data were left out; the first: {bad['why'][0]}")
     full = comparison.baseline
     if full is None:
         failed = any(cell.is_full for cell in cells)

@@ -26,7 +26,7 @@ class Workbench:
     def __init__(self, spec: ModelSpec) -> None:
         self._vocab: Vocab | None = None
         self.spec = spec
-        self._samples: dict[str, list[Sample]] = {}
+        self._samples: dict[str, tuple[list[Sample], list[str]]] = {}
 
     @cached_property
     def shape(self) -> tuple[PreTrainedModel, Any]:
@@ -63,13 +63,31 @@ class Workbench:
 
     def samples(self, cell: Cell) -> list[Sample]:
         """The samples of a cell's task; made once for all cells that share it."""
+        return self._made(cell)[0]
+
+    def left_out(self, cell: Cell) -> list[str]:
+        """A line on each sample that can't be used: bad rows, and what is longer than the model's context."""
+        return self._made(cell)[1]
+
+    def _made(self, cell: Cell) -> tuple[list[Sample], list[str]]:
         if cell.comparison_id not in self._samples:
-            samples = cell.task.samples(self.tokenizer)
-            names = [sample.id for sample in samples]
-            if not samples or len(set(names)) < len(names):
+            every = cell.task.samples(self.tokenizer)
+            names = [sample.id for sample in every]
+            if not every or len(set(names)) < len(names):
                 raise SettingError(f"task {cell.task.name} must give at least one sample, and each an id of its own")
-            self._samples[cell.comparison_id] = samples
+            long = {} if cell.runtime.beyond_context else {s.id: self._too_long(s) for s in every if s.tokens > self.context}
+            if long and (len(long) == len(every) or getattr(cell.task, "bad_rows", "stop") == "stop"):
+                raise SettingError(long[max(every, key=lambda sample: sample.tokens).id])
+            samples = [sample for sample in every if sample.id not in long]
+            self._samples[cell.comparison_id] = samples, [*cell.task.left_out, *long.values()]
         return self._samples[cell.comparison_id]
+
+    def _too_long(self, sample: Sample) -> str:
+        place = f"{sample.where}: " if sample.where else ""
+        return (
+            f"{place}sample {sample.id} needs {sample.tokens} tokens, and {self.spec.name} has a context of {self.context}: "
+            "use shorter prompts or fewer new tokens (runtime.beyond_context=true to try it all the same)"
+        )
 
     def check(self, cell: Cell) -> None:
         """Whether a cell can be run on the model, as far as that is known without weights.
@@ -78,13 +96,12 @@ class Workbench:
         """
         model, tokenizer = self.shape
         samples = self.samples(cell)
-        self._check_context(cell, samples)
         if cell.protocol.simulated and any(sample.new_tokens for sample in samples):
             raise SettingError(
                 f"task {cell.task.name} generates, and protocol {cell.protocol.name} can only score given texts: its masks "
                 "need all of a text; use protocol=prompt, or a task such as perplexity"
             )
-        lengths = [cell.protocol.known_len(sample.prompt) for sample in samples]
+        lengths = [cell.protocol.known_len(prompt) for sample in samples for prompt in sample.prompts]
         with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan
             held = plan.budget.resolve([min(lengths)], plan.layers, new_tokens=0)
@@ -99,11 +116,3 @@ class Workbench:
     def context(self) -> int:
         """Tokens that the model can read; very many where it doesn't say."""
         return getattr(self.shape[0].config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
-
-    def _check_context(self, cell: Cell, samples: list[Sample]) -> None:
-        longest = max(samples, key=lambda sample: sample.tokens)
-        if longest.tokens > self.context and not cell.runtime.beyond_context:
-            raise SettingError(
-                f"sample {longest.id} needs {longest.tokens} tokens, and {self.spec.name} has a context of {self.context}: use "
-                "shorter prompts or fewer new tokens (runtime.beyond_context=true to try it all the same)"
-            )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 
 import pandas
@@ -21,6 +22,7 @@ from kvlab.evals.texts import embedded_text, file_text
 from kvlab.protocol import Chunked, PromptProtocol, Reader, Stream
 from kvlab.settings import SettingError, build
 from kvlab.tiny import tiny_tokenizer
+from running import kvlab
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = (
@@ -240,3 +242,32 @@ def test_a_task_is_registered_like_a_policy():
         task_class("needel")
     with pytest.raises(SettingError, match=r"@dataclass\(frozen=True\)"):
         register_task("bare")(type("Bare", (Task,), {}))
+
+
+ROWS = """{"prompt": "What is two plus two?", "answer": "4", "id": "good"}
+{"promt": "misspelt", "answer": "4"}
+{"prompt": "no JSON
+{"prompt": "too long WORDS", "answer": "4", "id": "long"}
+{"prompt": "What is one plus one?", "answer": "2"}
+"""
+
+
+def test_bad_rows_are_left_out_counted_and_reported(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(ROWS.replace("WORDS", "word " * 3000))
+    run = ["model=tiny-llama", "task=prompts", f"task.file={tmp_path}/rows.jsonl", "task.new_tokens=4", "policy=full,h2o"]
+    assert kvlab("run", *run, "logger=none", f"output_dir={tmp_path}/out") == 0
+    told = capsys.readouterr()
+    assert "3 rows of task prompts left out" in told.err and "row 2: there is no field 'promt'" in told.err
+    assert "3 bad rows of the data were left out" in told.out
+    for file in (tmp_path / "out").rglob("result.json"):
+        result = json.loads(file.read_text())
+        assert result["left_out"]["rows"] == 3 and result["metrics"]["accuracy"]["n"] == 2
+        assert [re.search(r"row \d", why)[0] for why in result["left_out"]["why"]] == ["row 2", "row 3", "row 4"]
+    assert kvlab("run", *run, "task.bad_rows=stop", f"output_dir={tmp_path}/out") == 2
+    assert "row 2: there is no field 'promt'" in capsys.readouterr().err
+
+
+def test_a_file_without_a_good_row_ends_the_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": 1}\n{"question": 2}\n')
+    with pytest.raises(SettingError, match=r"rows.jsonl, row 1: give either .* \(and 1 more bad rows\)"):
+        Prompts(file=str(tmp_path / "rows.jsonl")).data_hash()

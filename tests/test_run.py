@@ -159,7 +159,7 @@ def test_a_cell_that_failed_is_run_again(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("not now")
 
-    monkeypatch.setattr("kvlab.runner._evaluate", fail)
+    monkeypatch.setattr("kvlab.runner.evaluate", fail)
     assert kvlab("run", *TINY, "--no-table") == 1
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ def test_what_force_repeats_is_kept_until_it_is_done_again(tmp_path, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvlab.runner._evaluate", interrupt)
+    monkeypatch.setattr("kvlab.runner.evaluate", interrupt)
     assert kvlab(*command, "--force") == 130
     assert before == ((folder / "previous.result.json").read_text(), (folder / "previous.samples.jsonl").read_text())
     monkeypatch.undo()

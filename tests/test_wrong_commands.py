@@ -94,11 +94,11 @@ CASES = {
     "no column": (["task.file=column.csv"], "column.csv: no row has a field 'text'; it has: title, body"),
     "no file given": (["task=prompts"], "task.file must be given"),
     "missing field": (
-        ["task=prompts", "task.file=no_prompt.jsonl"],
+        ["task=prompts", "task.file=no_prompt.jsonl", "task.bad_rows=stop"],
         "no_prompt.jsonl, row 2: there is no field 'promt' (did you mean prompt?)",
     ),
     "neither prompt nor context": (["task=prompts", "task.file=other.jsonl"], "row 1: give either 'prompt', or 'context'"),
-    "broken row": (["task=prompts", "task.file=broken.jsonl"], "broken.jsonl, row 2: no JSON"),
+    "broken row": (["task=prompts", "task.file=broken.jsonl", "task.bad_rows=stop"], "broken.jsonl, row 2: no JSON"),
     "row that is no object": (["task=prompts", "task.file=no_object.jsonl"], "no_object.jsonl, row 1: no JSON object"),
     "unreadable rows": (["task=prompts", "task.file=binary.txt"], "binary.txt: rows are read from .jsonl"),
     "no new tokens": (["task=prompts", "task.file=blank.jsonl", "task.new_tokens=0"], "task.new_tokens=0: use at least 1"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kvlab.metrics import Metric, make_metric
@@ -29,7 +30,11 @@ class Sample:
     choices  token ids of each choice; gold_choice: the right one
     answers  texts that an output is graded against
     new_tokens  most tokens to generate, 0 for none
+    stop     strings that end an output
     fields   what tables may break results down by, such as length and depth
+    where    file and row that it is from, for messages
+    others   further prompts that one sample needs, as where choices stand in front of what is scored; `evaluate` finds
+             the prompts of all samples as rows of the reading, in order
     """
 
     id: str
@@ -39,12 +44,45 @@ class Sample:
     gold_choice: int = 0
     answers: tuple[str, ...] = ()
     new_tokens: int = 0
+    stop: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+    others: tuple[Prompt, ...] = ()
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All that are read."""
+        return (self.prompt, *self.others)
+
+    @property
+    def after(self) -> int:
+        """Most tokens that come after a prompt."""
+        return max(len(self.gold), self.new_tokens, max(map(len, self.choices), default=0))
 
     @property
     def tokens(self) -> int:
         """Most tokens that the model will have seen."""
-        return len(self.prompt.ids) + max(len(self.gold), self.new_tokens, max(map(len, self.choices), default=0))
+        return max(len(prompt.ids) for prompt in self.prompts) + self.after
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A cell whose samples are all recorded, as its task sees it.
+
+    folder   the cell's own; shared: the experiment's, for files that several cells write to
+    about    what result.json says of the cell: run_id, model, policy, policy_label, budget_label, protocol, ...
+    samples  in order, and `records` beside them
+    full     records by sample id of the full cache's cell, None where there is none yet
+    load     a model and its tokenizer by name or path, as `kvlab.load_model` has them; without a name the cell's own
+    """
+
+    folder: Path
+    shared: Path
+    about: Mapping[str, Any]
+    samples: Sequence[Sample]
+    records: list[Record]
+    full: Callable[[], dict[str, Record] | None]
+    load: Callable[[str | None], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +91,8 @@ class Task:
 
     name: ClassVar[str] = ""
     main_metric: ClassVar[str] = ""
-    stop: ClassVar[tuple[str, ...]] = ()
-    """Strings that end an output."""
+    spreads: ClassVar[str] = ""
+    """A setting that is a list, of which each item makes a cell of its own: the benchmark's tasks."""
     places: ClassVar[tuple[str, ...]] = ()
     """Settings that say where data is, and that `data_hash` stands for in a run's identity: moved data is the same data."""
 
@@ -75,6 +113,11 @@ class Task:
         """All samples, the same for the same settings, data and tokenizer."""
         raise NotImplementedError
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line on each row of the data that could not be used; known once `samples` has been called."""
+        return ()
+
     def grade(self, sample: Sample, output: str) -> dict[str, float]:
         """Values of an output."""
         return {}
@@ -94,13 +137,25 @@ class Task:
             for record, gold in zip(records, reading.fork().score([sample.gold for sample in samples]), strict=True):
                 record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
         if longest := max(sample.new_tokens for sample in samples):
-            outputs = reading.generate(longest, tokenizer, self.stop)
+            outputs = reading.generate(longest, tokenizer, samples[0].stop)
             for record, sample, ids in zip(records, samples, outputs, strict=True):
                 record["trace"] = ids = ids[: sample.new_tokens]
-                record["output"] = tokenizer.decode(ids, skip_special_tokens=True)
+                record["output"] = until(tokenizer.decode(ids, skip_special_tokens=True), sample.stop)
                 record["answers"] = list(sample.answers)
                 record["values"] |= self.grade(sample, record["output"])
         return records
+
+    def judge(self, finished: Finished) -> list[Record]:
+        """Records with values that can only be given once all samples are there, as by comparing outputs."""
+        return finished.records
+
+    def export(self, finished: Finished, result: Mapping[str, Any]) -> None:
+        """Write the benchmark's own files."""
+
+
+def until(text: str, stop: Sequence[str]) -> str:
+    """A text up to the first of these strings."""
+    return text[: min([len(text), *(text.index(end) for end in stop if end and end in text)])]
 
 
 def add_choices(record: Record, sample: Sample, options: Sequence[Scored]) -> None:

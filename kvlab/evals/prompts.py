@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 from kvlab.evals.base import Record, Sample, Task, mean_metrics, register_task
 from kvlab.evals.chat import answer_ids, make_prompt, uses_chat
-from kvlab.evals.texts import existing_file, file_hash, table_rows
+from kvlab.evals.rows import BadRows, Row, Rows, read_rows
+from kvlab.evals.texts import existing_file, file_hash
 from kvlab.metrics import Metric, contains, exact_match, make_metric, token_f1
 from kvlab.settings import SettingError
 
-Row = dict[str, Any]
+Values = Mapping[str, Any]
 FIELDS = ("prompt", "context", "question", "answer", "answers", "choices", "answer_start", "new_tokens", "id")
 """What a row may have; other fields are left alone."""
 
@@ -32,12 +33,14 @@ class Prompts(Task):
     new_tokens  longest answer where a row doesn't say
     limit       only so many rows, from the top
     chat        use the chat template; null: where the model has one
+    bad_rows    rows that can't be used: skip (left out, counted and reported) or stop
     """
 
     file: str = "???"
     new_tokens: int = 64
     limit: int | None = None
     chat: bool | None = None
+    bad_rows: BadRows = "skip"
 
     main_metric: ClassVar[str] = "accuracy"
     places: ClassVar[tuple[str, ...]] = ("file",)
@@ -52,20 +55,27 @@ class Prompts(Task):
 
     @cached_property
     def _rows(self) -> list[Row]:
-        rows = table_rows(self._path)[: self.limit]
-        if not rows:
+        if self.limit == 0:
             raise SettingError("task.limit=0: leave it out, or use at least 1")
-        for number, row in enumerate(rows, 1):
-            if problem := _problem(row):
-                raise SettingError(f"{self._path}, row {number}: {problem}")
-        kinds = [_kind(row) for row in rows]
-        if odd := next((number for number, kind in enumerate(kinds, 1) if kind != kinds[0]), None):
-            raise SettingError(f"{self._path}, row {odd} is of kind {kinds[odd - 1]}, row 1 of kind {kinds[0]}: use two files")
-        names = [_row_id(row, number) for number, row in enumerate(rows)]
+        rows = self._read.good
+        kinds = [_kind(row.values) for row in rows]
+        if odd := next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None):
+            first = f"row {rows[0].number} of kind {kinds[0]}"
+            raise SettingError(f"{rows[odd].where} is of kind {kinds[odd]}, {first}: use two files")
+        names = [_row_id(row) for row in rows]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise SettingError(f"{self._path}: two rows have the id {twice!r}; ids must differ")
-        return rows
+        return list(rows)
+
+    @cached_property
+    def _read(self) -> Rows:
+        return read_rows(self._path, _problem, self.bad_rows, self.limit)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Bad rows."""
+        return self._read.left_out
 
     def data_hash(self) -> str:
         """Of the file's bytes."""
@@ -74,24 +84,26 @@ class Prompts(Task):
 
     def samples(self, tokenizer: Any) -> list[Sample]:
         """One for each row."""
-        return [self._sample(tokenizer, number, row) for number, row in enumerate(self._rows)]
+        return [self._sample(tokenizer, row) for row in self._rows]
 
-    def _sample(self, tokenizer: Any, number: int, row: Row) -> Sample:
+    def _sample(self, tokenizer: Any, place: Row) -> Sample:
+        row, name = place.values, _row_id(place)
         chat, start = uses_chat(tokenizer, self.chat), str(row.get("answer_start", ""))
         context, question = (row["prompt"], "") if "prompt" in row else (row["context"], row["question"])
         prompt = make_prompt(tokenizer, context, question, start, chat)
         before = start if start or chat else question or context
         if "choices" in row:
             choices = tuple(answer_ids(tokenizer, str(choice), before) for choice in row["choices"])
-            return Sample(_row_id(row, number), prompt, choices=choices, gold_choice=_gold_choice(row) or 0)
+            return Sample(name, prompt, choices=choices, gold_choice=_gold_choice(row) or 0, where=place.where)
         answers = _answers(row)
         gold = answer_ids(tokenizer, answers[0], before) if answers else ()
         return Sample(
-            id=_row_id(row, number),
+            id=name,
             prompt=prompt,
             gold=gold,
             answers=answers,
             new_tokens=int(row.get("new_tokens", self.new_tokens)),
+            where=place.where,
         )
 
     def grade(self, sample: Sample, output: str) -> dict[str, float]:
@@ -107,13 +119,13 @@ class Prompts(Task):
         """Accuracy (the output contains an answer, or the right choice is likeliest), exact match, F1; else length in words."""
         names = ("accuracy", "exact", "f1", "accuracy_by_token", "gold_logprob")
         chance = None
-        if self._rows and "choices" in self._rows[0]:
-            guess = sum(1 / len(row["choices"]) for row in self._rows) / len(self._rows)
+        if self._rows and "choices" in self._rows[0].values:
+            guess = sum(1 / len(row.values["choices"]) for row in self._rows) / len(self._rows)
             chance = {"accuracy": guess, "accuracy_by_token": guess}
         return mean_metrics(records, *names, chance=chance) or {"words": make_metric(records, "words", "mean", "higher")}
 
 
-def _problem(row: Row) -> str | None:
+def _problem(row: Values) -> str | None:
     """What is wrong with a row, if anything. Fields of one's own are left alone unless they look like a misspelt one."""
     for name in row:
         if name not in FIELDS and (close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)) and close[0] not in row:
@@ -135,22 +147,22 @@ def _problem(row: Row) -> str | None:
     return None
 
 
-def _kind(row: Row) -> str:
+def _kind(row: Values) -> str:
     return "choices" if "choices" in row else "graded" if _answers(row) else "open (no answer)"
 
 
-def _row_id(row: Row, number: int) -> str:
-    return str(row.get("id", f"row{number + 1:05d}"))
+def _row_id(row: Row) -> str:
+    return str(row.values.get("id", f"row{row.number:05d}"))
 
 
-def _answers(row: Row) -> tuple[str, ...]:
+def _answers(row: Values) -> tuple[str, ...]:
     given = row.get("answers", row.get("answer"))
     if given is None:
         return ()
     return tuple(map(str, given)) if isinstance(given, list | tuple) else (str(given),)
 
 
-def _gold_choice(row: Row) -> int | None:
+def _gold_choice(row: Values) -> int | None:
     """Number of the right choice: the one that `answer` is, else the one that it numbers; None if neither."""
     answer, choices = row.get("answer"), [str(choice) for choice in row["choices"]]
     if str(answer) in choices:
