@@ -100,7 +100,7 @@ class TestMetric:
         assert metric.value == pytest.approx(math.exp(2.5))
         assert json.loads(json.dumps(metric.as_dict())) == {
             **{"value": metric.value, "stderr": metric.stderr, "n": 2, "kind": "perplexity", "better": "lower"},
-            **{"of": "nll", "weight": "tokens", "chance": 500.0},
+            **{"of": "nll", "weight": "tokens", "chance": 500.0, "some": False},
         }
 
     def test_a_value_that_is_not_there(self):
