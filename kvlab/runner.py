@@ -62,7 +62,9 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
         result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None, **_summed_up(cell, samples, records)}
         result["left_out"] = {"rows": len(bench.left_out(cell)), "why": bench.left_out(cell)[:LEFT_OUT_LINES]}
         result["memory"] |= peak.read()
-        cell.task.export(replace(finished, records=records), result)
+        finished = replace(finished, records=records)
+        result["notes"] = cell.task.notes(finished)
+        cell.task.export(finished, result)
         trace = ""
     except (KeyboardInterrupt, SystemExit):
         tracker.abandon()

@@ -324,6 +324,7 @@ def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tupl
     bad = next((left for cell in cells if (left := cell.result.get("left_out") or {}).get("rows")), None)
     if bad:
         doubts.append(f"{bad['rows']} bad rows of the data were left out; the first: {bad['why'][0]}")
+    doubts += dict.fromkeys(note for cell in cells for note in cell.result.get("notes") or [])
     full = comparison.baseline
     if full is None:
         failed = any(cell.is_full for cell in cells)

@@ -149,6 +149,10 @@ class Task:
         """Records with values that can only be given once all samples are there, as by comparing outputs."""
         return finished.records
 
+    def notes(self, finished: Finished) -> list[str]:
+        """A line on each thing that readers of the results must know before they believe them."""
+        return []
+
     def export(self, finished: Finished, result: Mapping[str, Any]) -> None:
         """Write the benchmark's own files."""
 
