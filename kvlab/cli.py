@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `doctor`. Prints, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `lm_eval`, `doctor`. The rest is the library's."""
 
 from __future__ import annotations
 
@@ -67,6 +67,17 @@ ANALYZE_EXAMPLES = """examples:
 """
 
 
+LM_EVAL_EXAMPLES = """--model_args are settings of `kvlab run`: model, policy, budget.ratio (or ratio), protocol ...
+Everything else is lm-eval's own: `kvlab lm_eval run --help`, `kvlab lm_eval ls tasks`. As a sweep, with results that go on
+where they stopped and are compared with the full cache: `kvlab run task=lm_eval`.
+
+examples:
+  kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa copa --limit 100
+  kvlab lm_eval --model kvlab --model_args model=path,model.path=./my-model,policy=snapkv,ratio=0.5 --tasks gsm8k
+  kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2,protocol=stream --tasks wikitext
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels
@@ -115,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=parser.formatter_class,
             allow_abbrev=False,
         )
-        command.set_defaults(run=run, parser=command, takes_rest=name == "run")
+        command.set_defaults(run=run, parser=command, takes_rest=name in ("run", "lm_eval"))
         return command
 
     running = add("run", _run, "run a cell, or a sweep of cells", RUN_EXAMPLES)
@@ -147,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
+
+    harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
+    harness.usage = "kvlab lm_eval --model kvlab --model_args KEY=VALUE,... --tasks TASK ... [lm-eval's own options]"
+    harness.add_argument("--data_dir", help="folder of data files that tasks are made from (default: KVLAB_DATA_DIR)")
 
     add("doctor", _doctor, "say what this machine can run, and why not")
     return parser
@@ -319,6 +334,13 @@ def _check_what(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known)
             raise ValueError(f"{kind} {name}: there is no such {kind}{hint}; there are {', '.join(known)}")
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    from kvlab.lm_eval_model import run_lm_eval
+
+    run_lm_eval(options.rest, options.data_dir)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
