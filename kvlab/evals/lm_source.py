@@ -40,7 +40,11 @@ def load_leaves(source: Source, num_fewshot: int | None) -> dict[str, Any]:
     except ImportError as error:
         raise SettingError(NEEDS) from error
     with quiet():
-        manager = TaskManager(include_path=list(source.folders) or None)
+        # lm-eval's own tasks are thousands of files, read only where the given folders lack a task.
+        folders = list(source.folders)
+        manager = TaskManager(include_path=folders, include_defaults=False) if folders else None
+        if manager is None or not all(name in manager.task_index for name in source.names):
+            manager = TaskManager(include_path=folders or None)
         for name in source.names:
             if name not in manager.task_index:
                 hint = did_you_mean(name, manager.all_tasks)
