@@ -3,21 +3,18 @@
 import csv
 import io
 import json
-import os
 import re
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import yaml
 
-from kvlab.evals.lm_recipes import RECIPES
 from kvlab.evals.lm_tasks import known_tasks, local_tasks, mmlu_groups, own_tasks
-from kvlab.paths import data_dir
 from kvlab.settings import SettingError
+from lm_local import held, index, loaded, own_task, requests, without_place
 
-REAL = pytest.mark.skipif(not os.environ.get("KVLAB_DATA_DIR"), reason="KVLAB_DATA_DIR isn't set: no real data")
 ADAPTERS = "llm_adapters_commonsense"
 ASKS = "Please choose the correct answer to the question: "
 FILLS = "Please choose the correct answer to fill in the blank to complete the given sentence: "
@@ -35,30 +32,33 @@ def cache(tmp_path, monkeypatch):
 
 @dataclass
 class Case:
-    """One task: raw rows that are scored, rows for examples (none: the last are kept apart), and what the hub would hold.
+    """One task: the n-th raw row, and the row that the hub would hold.
 
+    shots  file that examples are from; none: the last rows are kept apart. Its rows are numbered from 100
     write  raw rows to the text of a file; bad: raw rows that can't be used, and what is said of each
     """
 
     file: str
-    raw: list
-    hub: list
     split: str
-    shots_file: str | None = None
-    shots_raw: list = field(default_factory=list)
-    shots_hub: list = field(default_factory=list)
+    raw: Callable
+    hub: Callable
+    shots: str | None = None
     bad: list = field(default_factory=list)
-    write: object = lambda rows: "".join(json.dumps(row) + "\n" for row in rows)  # noqa: E731
-    name: str = ""
+    write: Callable = lambda rows: "".join(json.dumps(row) + "\n" for row in rows)  # noqa: E731
+
+    def rows(self, count=6):
+        """Raw rows that are scored or kept apart."""
+        return [self.raw(n) for n in range(count)]
+
+    def wanted(self, count=6, shots=3):
+        """Rows of the hub that are scored, and those that are examples."""
+        apart = 0 if self.shots else max(1, count // 5)
+        examples = range(100, 100 + shots) if self.shots else range(count - apart, count)
+        return [self.hub(n) for n in range(count - apart)], [self.hub(n) for n in examples]
 
 
 def as_list(rows):
     return json.dumps(rows, indent=4)
-
-
-def fives(make):
-    """Six rows, of which the last is kept apart."""
-    return [make(number) for number in range(6)]
 
 
 def asked(question, choices, right, shape=None):
@@ -82,11 +82,15 @@ def solved(problem, options, answer):
     return {"instruction": f"{problem} The options: {options}", "answer": answer}
 
 
-QUESTIONS = [
-    ("Where do fish live?", ["in water", "on the moon", "in trees", "in stoves"], 1),
-    ("What melts?", ["a stone", "snow in spring", "sand"], 2),
-    ("Which is a tool?\nLook twice.", ["a hammer", "rain", "joy", "fog", "a hammer: small Answer"], 5),
-]
+def question(n):
+    """Four choices, three, and five with a colon and a line break."""
+    return [
+        (f"Where do {n} fish live?", ["in water", "on the moon", "in trees", "in stoves"], 1),
+        (f"What melts in {n} days?", ["a stone", "snow in spring", "sand"], 2),
+        (f"Which is a tool?\nLook {n} times.", ["a hammer", "rain", "joy", "fog", "a hammer: small Answer"], 5),
+    ][n % 3]
+
+
 BAD_QUESTIONS = [
     ({"instruction": "Where?", "answer": "answer1"}, "the instruction must be"),
     ({"answer": "answer1"}, "the field 'instruction' is missing"),
@@ -96,18 +100,26 @@ BAD_QUESTIONS = [
     (asked("Where?", ["a", " ", "c"], 1), "a choice without text"),
     ({**asked("Where?", ["a", "b"], 1), "answer": None}, "the field 'answer' is missing"),
 ]
-RTE = [
-    {"premise": "Ann sings.", "hypothesis": "Ann is quiet.", "label": "not_entailment", "idx": 0},
-    {"premise": "Bo ran home.", "hypothesis": "Bo ran.", "label": "entailment", "idx": 1},
-]
-COPA = [
-    {"premise": "The cup fell.", "choice1": "It broke.", "choice2": "It sang.", "question": "effect", "label": 0, "idx": 4},
-    {"premise": "The floor was wet.", "choice1": "He slept.", "choice2": "It rained.", "question": "cause", "label": 1},
-]
-BOOLQ = [
-    {"question": "is tea a drink", "passage": "Tea -- Tea is a drink.", "idx": 0, "label": True},
-    {"question": "is tea a metal", "passage": "Tea -- Tea is a drink.", "idx": 1, "label": False},
-]
+
+
+def rte(n):
+    label = ["not_entailment", "entailment"][n % 2]
+    return {"premise": f"Ann sings {n} songs.", "hypothesis": f"Ann is quiet {n} times.", "label": label, "idx": n}
+
+
+def cb(n):
+    return {**rte(n), "label": ["contradiction", "entailment", "neutral"][n % 3]}
+
+
+def copa(n):
+    texts = {"premise": f"The {n} cups fell.", "choice1": "It broke.", "choice2": "It sang."}
+    return {**texts, "question": ["effect", "cause"][n // 2 % 2], "label": n % 2, "idx": n}
+
+
+def boolq(n):
+    return {"question": f"is tea {n} a drink", "passage": f"Tea -- Tea {n} is a drink.", "idx": n, "label": n % 3 > 0}
+
+
 MMLU_COLUMNS = [("Two and two is", "3", "4", "5", "6", "B"), (' A "quoted", one\nof two lines', "NA", "007", "x", "y", "A")]
 ARTICLES = """
  = First title =
@@ -145,32 +157,24 @@ def mmlu_doc(question, a, b, c, d, answer):
     return {"question": question, "subject": "anatomy", "choices": [a, b, c, d], "answer": "ABCD".index(answer)}
 
 
-def numbered(rows, names):
-    return [{**row, "label": names.index(row["label"])} for row in rows]
-
-
 def wrong(row, **changes):
     return {name: value for name, value in {**row, **changes}.items() if value != "drop"}
 
 
-def superglue(name, rows, hub, bad):
-    case = Case(f"superglue_{name}/val.jsonl", rows, hub, "validation", f"superglue_{name}/train.jsonl", rows[::-1], hub[::-1])
-    case.bad = bad
-    return case
+def superglue(name, raw, hub, bad):
+    return Case(f"superglue_{name}/val.jsonl", "validation", raw, hub, f"superglue_{name}/train.jsonl", bad)
 
 
 def instructed(name, column="question"):
-    raw = [asked(*question) for question in QUESTIONS]
-    hub = [lettered(*question, column) for question in QUESTIONS]
     test, train = (f"{ADAPTERS}/{name}_{split}.json" for split in ("test", "train"))
-    return Case(test, raw, hub, "test", train, raw[::-1], hub[::-1], BAD_QUESTIONS, as_list)
+    raw, hub = (lambda n: asked(*question(n))), (lambda n: lettered(*question(n), column))
+    return Case(test, "test", raw, hub, train, BAD_QUESTIONS, as_list)
 
 
-def rte_case(**columns):
-    hub = numbered(RTE, ["entailment", "not_entailment"])
-    hub = [{columns.get(name, name): value for name, value in row.items()} for row in hub]
-    bad = [(wrong(RTE[0], label="maybe"), "label='maybe' isn't among"), (wrong(RTE[0], premise=" "), "'premise' must be text")]
-    return superglue("rte", RTE, hub, bad)
+def rte_case(*columns):
+    bad = [(wrong(rte(0), label="maybe"), "label='maybe' isn't among"), (wrong(rte(0), premise=" "), "'premise' must be text")]
+    hub = lambda n: {**dict(zip(columns, rte(n).values(), strict=False)), "label": 1 - n % 2}  # noqa: E731
+    return superglue("rte", rte, hub, bad)
 
 
 def piqa_row(n):
@@ -189,39 +193,52 @@ def hella_hub(n):
 
 
 def mathqa_options(n):
-    return [f"A ) {n} FEEt , B ) 1 , C ) 2 , D ) nonE , E ) 7", f"['A ) {n} : 3', 'B ) 4', 'C ) 5', 'D ) 6', 'E ) 8 : 5']"][n % 2]
+    return [f"A ) {n} FEEt , B ) 1 , C ) 2 , D ) nonE , E ) 7", f"['A ) {n} : 3', 'B ) 4', 'C ) 5', 'D ) 6', 'E ) 8 : 5']"][
+        n % 2
+    ]
+
+
+def blank(n):
+    return {"sentence": f"Ann met Bo, but _ was late by {n}.", "option1": "Ann", "option2": "Bo", "answer": str(1 + n % 2)}
+
+
+def solution(n):
+    return {"Problem": f"how far is {n} miles ?", "options": mathqa_options(n).lower(), "correct": "abcde"[n % 5]}
+
+
+def story(n):
+    return {"text": f"In the {n} house lived an old man, and he was called the old\nman of the house"}
+
+
+def sum_of(n):
+    return {"question": f"What is 2 x {n}?", "answer": f"It is <<2*{n}={2 * n}>>.\n#### {2 * n}"}
 
 
 CASES = {
     "copa": superglue(
         "copa",
-        COPA,
-        COPA,
+        copa,
+        copa,
         [
-            (wrong(COPA[0], label=2), "label=2 isn't among the choices: 0, 1"),
-            (wrong(COPA[0], label=True), "label=True isn't among"),
-            (wrong(COPA[0], question="why"), "question='why' isn't among"),
-            (wrong(COPA[0], choice2="drop"), "the field 'choice2' is missing"),
-            (wrong(COPA[0], choice2=3), "the field 'choice2' must be text"),
-            (wrong(COPA[0], premise="\ud83d"), "half a character"),
+            (wrong(copa(0), label=2), "label=2 isn't among the choices: 0, 1"),
+            (wrong(copa(0), label=True), "label=True isn't among"),
+            (wrong(copa(0), question="why"), "question='why' isn't among"),
+            (wrong(copa(0), choice2="drop"), "the field 'choice2' is missing"),
+            (wrong(copa(0), choice2=3), "the field 'choice2' must be text"),
+            (wrong(copa(0), premise="\ud83d"), "half a character"),
         ],
     ),
-    "rte": rte_case(premise="sentence1", hypothesis="sentence2"),
-    "sglue_rte": rte_case(),
+    "rte": rte_case("sentence1", "sentence2"),
+    "sglue_rte": rte_case("premise", "hypothesis"),
     "boolq": superglue(
-        "boolq", BOOLQ, [{**row, "label": int(row["label"])} for row in BOOLQ], [(wrong(BOOLQ[0], label=1), "label=1 isn't among")]
+        "boolq", boolq, lambda n: {**boolq(n), "label": int(n % 3 > 0)}, [(wrong(boolq(0), label=1), "label=1 isn't among")]
     ),
-    "cb": superglue(
-        "cb",
-        [{**RTE[0], "label": "contradiction"}, {**RTE[1], "label": "neutral"}],
-        [{**RTE[0], "label": 1}, {**RTE[1], "label": 2}],
-        [(RTE[0], "label='not_entailment' isn't among")],
-    ),
+    "cb": superglue("cb", cb, lambda n: {**cb(n), "label": [1, 0, 2][n % 3]}, [(rte(0), "label='not_entailment' isn't among")]),
     "piqa": Case(
         "piqa/valid.jsonl",
-        fives(piqa_row),
-        fives(lambda n: {**piqa_row(n), "label": n % 2}),
         "validation",
+        piqa_row,
+        lambda n: {**piqa_row(n), "label": n % 2},
         bad=[(wrong(piqa_row(1), sol2=""), "'sol2' is missing or empty"), ([1], "no JSON object")],
     ),
     "openbookqa": instructed("openbookqa", "question_stem"),
@@ -229,16 +246,9 @@ CASES = {
     "arc_challenge": instructed("arc_challenge"),
     "winogrande": Case(
         f"{ADAPTERS}/winogrande_test.json",
-        fives(lambda n: filled(f"Ann met Bo, but _ was late by {n}.", "Ann", "Bo", 1 + n % 2)),
-        fives(
-            lambda n: {
-                "sentence": f"Ann met Bo, but _ was late by {n}.",
-                "option1": "Ann",
-                "option2": "Bo",
-                "answer": str(1 + n % 2),
-            }
-        ),
         "validation",
+        lambda n: filled(blank(n)["sentence"], "Ann", "Bo", 1 + n % 2),
+        blank,
         bad=[
             (filled("Nobody was late.", "Ann", "Bo", 1), "one blank _"),
             (filled("_ saw _.", "Ann", "Bo", 1), "one blank _"),
@@ -249,15 +259,9 @@ CASES = {
     ),
     "mathqa": Case(
         f"{ADAPTERS}/mathqa_test.json",
-        fives(lambda n: solved(f"how far is {n} miles ?", mathqa_options(n), "ABCDE"[n % 5])),
-        fives(
-            lambda n: {
-                "Problem": f"how far is {n} miles ?",
-                "options": mathqa_options(n).lower(),
-                "correct": "abcde"[n % 5],
-            }
-        ),
         "test",
+        lambda n: solved(solution(n)["Problem"], mathqa_options(n), "ABCDE"[n % 5]),
+        solution,
         bad=[
             (solved("how far ?", "A ) 1 , B ) 2 , C ) 3", "A"), "'A ) ... , B ) ...' to E"),
             ({"instruction": "how far ?", "answer": "A"}, "' The options: '"),
@@ -267,9 +271,9 @@ CASES = {
     ),
     "hellaswag": Case(
         "hellaswag/hellaswag.json",
-        fives(hella_row),
-        fives(hella_hub),
         "validation",
+        hella_row,
+        hella_hub,
         bad=[
             ({**hella_row(0), "answer": "E"}, "answer='E' isn't among"),
             ({**hella_row(0), "choices": {"A": "x", "B": "y", "C": "z"}}, "four choices"),
@@ -279,45 +283,30 @@ CASES = {
     ),
     "lambada_openai": Case(
         "lambada/lambada_test.jsonl",
-        fives(lambda n: {"text": f"In the {n} house lived an old man, and he was called the old\nman of the house"}),
-        fives(lambda n: {"text": f"In the {n} house lived an old man, and he was called the old\nman of the house"}),
         "test",
+        story,
+        story,
         bad=[({"text": "word"}, "a space before the last"), ({"text": "two words "}, "none after it")],
     ),
     "gsm8k": Case(
-        "gsm8k/test.jsonl",
-        fives(lambda n: {"question": f"What is 2 x {n}?", "answer": f"It is <<2*{n}={2 * n}>>.\n#### {2 * n}"}),
-        fives(lambda n: {"question": f"What is 2 x {n}?", "answer": f"It is <<2*{n}={2 * n}>>.\n#### {2 * n}"}),
-        "test",
-        bad=[({"question": "What?", "answer": "4"}, "'#### ' and a number")],
+        "gsm8k/test.jsonl", "test", sum_of, sum_of, bad=[({"question": "What?", "answer": "4"}, "'#### ' and a number")]
     ),
 }
 
 
-def fill(folder, name, raw=None):
+def fill(folder, name, raw=None, shots=3):
     """Write a task's files; the folder."""
     case = CASES[name]
-    raw = case.raw if raw is None else raw
+    raw = case.rows() if raw is None else raw
     files = {case.file: case.write(raw)}
-    if case.shots_file:
-        files[case.shots_file] = case.write(case.shots_raw)
+    if case.shots:
+        files[case.shots] = case.write([case.raw(100 + n) for n in range(shots)])
     if name == "piqa":
         files["piqa/valid-labels.lst"] = "".join(f"{n % 2}\n" for n in range(len(raw)))
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder
-
-
-def held(tasks, name):
-    """Rows of a generated task by split."""
-    config = yaml.safe_load((tasks.folder / f"{name}.yaml").read_text())
-    files = config["dataset_kwargs"]["data_files"]
-    return {split: [json.loads(line) for line in Path(path).read_text().split("\n")[:-1]] for split, path in files.items()}
-
-
-def without_place(rows):
-    return [{name: value for name, value in row.items() if name != "kvlab_row"} for row in rows]
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -327,16 +316,13 @@ def without_place(rows):
 def test_rows_have_the_columns_of_the_hubs_data(name, tmp_path):
     case, tasks = CASES[name], local_tasks(fill(tmp_path, name), [name])
     rows = held(tasks, name)
-    if case.shots_file:
-        scored, shots, first = case.hub, case.shots_hub, f"{Path(case.shots_file).name}:1"
-    else:
-        scored, shots, first = case.hub[:-1], case.hub[-1:], f"{Path(case.file).name}:6"
-    for made, wanted in ((rows[case.split], scored), (rows["train"], shots)):
+    assert set(rows) == {case.split, "train"}
+    for made, wanted in zip((rows[case.split], rows["train"]), case.wanted(), strict=True):
         if name == "hellaswag":
             wanted = [{**row, "activity_label": "", "ctx": f"{row['ctx_a']} {row['ctx_b']}".rstrip()} for row in wanted]
         assert without_place(made) == [{k: v for k, v in row.items() if k != "idx"} for row in wanted]
     assert [row["kvlab_row"] for row in rows[case.split]][:2] == [f"{Path(case.file).name}:{n}" for n in (1, 2)]
-    assert rows["train"][0]["kvlab_row"] == first
+    assert rows["train"][0]["kvlab_row"] == (f"{Path(case.shots).name}:1" if case.shots else f"{Path(case.file).name}:6")
     assert tasks.names == (name,) and tasks.left_out == ()
 
 
@@ -389,7 +375,7 @@ def test_bad_rows_are_left_out_and_named_or_stop(name, tmp_path):
     good = held(local_tasks(fill(tmp_path / "good", name), [name]), name)[case.split]
     assert case.bad
     for number, (row, said) in enumerate(case.bad):
-        folder = fill(tmp_path / str(number), name, [case.raw[0], row, *case.raw[1:]])
+        folder = fill(tmp_path / str(number), name, [case.raw(0), row, *case.rows()[1:]])
         tasks = local_tasks(folder, [name])
         (line,) = tasks.left_out
         assert line.startswith(f"{folder / case.file}, row 2: ") and said in line and "\n" not in line
@@ -404,10 +390,10 @@ def test_bad_rows_are_left_out_and_named_or_stop(name, tmp_path):
 def test_bad_examples_are_named_too(tmp_path):
     fill(tmp_path, "copa")
     path = tmp_path / "superglue_copa/train.jsonl"
-    path.write_text(path.read_text() + "{]\n" + json.dumps(wrong(COPA[0], label=7)))
+    path.write_text(path.read_text() + "{]\n" + json.dumps(wrong(copa(0), label=7)))
     tasks = local_tasks(tmp_path, ["copa"])
-    assert [line.split(": ")[0] for line in tasks.left_out] == [f"{path}, row {n}" for n in (3, 4)]
-    assert len(held(tasks, "copa")["train"]) == 2
+    assert [line.split(": ")[0] for line in tasks.left_out] == [f"{path}, row {n}" for n in (4, 5)]
+    assert len(held(tasks, "copa")["train"]) == 3
 
 
 def test_the_last_rows_are_kept_apart(tmp_path):
@@ -449,7 +435,11 @@ def test_files_that_are_not_there_or_hold_nothing(tmp_path):
         local_tasks(tmp_path / "none", ["copa"])
     for name, case in CASES.items():
         folder = fill(tmp_path / name, name)
-        for text, said in (("", "has no rows|no JSON"), ("[]", "has no rows|no JSON|must be as many"), (None, "there is no such file")):
+        for text, said in (
+            ("", "has no rows|no JSON"),
+            ("[]", "has no rows|no JSON|must be as many"),
+            (None, "there is no such file"),
+        ):
             (folder / case.file).unlink() if text is None else (folder / case.file).write_text(text)
             with pytest.raises(SettingError, match=said) as problem:
                 local_tasks(folder, [name])
@@ -466,7 +456,7 @@ def test_files_that_are_not_there_or_hold_nothing(tmp_path):
         local_tasks(tmp_path, ["mmlu_anatomy"])
     with zipfile.ZipFile(tmp_path / "mmlu/mmlu.zip", "w") as archive:
         archive.writestr("data/test/virology_test.csv", "a,b")
-    with pytest.raises(SettingError, match="mmlu.zip holds no file test/anatomy_test.csv"):
+    with pytest.raises(SettingError, match="mmlu.zip holds no file test/abstract_algebra_test.csv"):
         local_tasks(tmp_path, ["mmlu"])
 
 
@@ -484,7 +474,7 @@ def test_the_hash_is_of_the_rows_and_files_are_written_once(tmp_path, cache):
     assert not [path for path in files if path.suffix == ".part"]
     local_tasks(tmp_path / "a", ["copa"])
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.*")} == files
-    other = local_tasks(fill(tmp_path / "b", "copa", COPA[::-1]), ["copa"])
+    other = local_tasks(fill(tmp_path / "b", "copa", [copa(1), copa(0)]), ["copa"])
     assert other.hash != first.hash and other.folder != first.folder
     assert first.folder.is_dir(), "tasks of other rows stay"
     both = local_tasks(fill(tmp_path / "a", "cb"), ["copa", "cb"])
@@ -500,7 +490,7 @@ def test_what_an_interruption_left_is_made_again(tmp_path, cache, monkeypatch):
             assert local_tasks(tmp_path, ["copa"]) == whole
             assert {path: path.read_bytes() for path in cache.rglob("*.*")} == texts
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    fill(tmp_path, "copa", COPA[:1])
+    fill(tmp_path, "copa", [copa(0)])
     with pytest.raises(KeyboardInterrupt):
         local_tasks(tmp_path, ["copa"])
     monkeypatch.undo()
@@ -511,63 +501,56 @@ def test_what_an_interruption_left_is_made_again(tmp_path, cache, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- through lm-eval
 
 
-@pytest.fixture(scope="session")
-def lm_eval_parts():
-    """What takes seconds to import."""
-    pytest.importorskip("lm_eval", reason="lm-eval isn't installed")
-    from datasets import Dataset, disable_progress_bars
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    disable_progress_bars()
-    return Dataset, ConfigurableTask, TaskManager, load_yaml
-
-
-def loaded(parts, tasks):
-    return parts[2](include_path=str(tasks.folder), include_defaults=False).load(list(tasks.names))
-
-
-def requests(task, shots):
-    """What a model is asked: kind and arguments of each request, and the document's target."""
-    task.set_config("num_fewshot", shots)
-    task.set_fewshot_seed(1234)
-    task.build_all_requests(limit=3)
-    return [(one.request_type, one.arguments, task.doc_to_target(one.doc)) for one in task.instances]
-
-
-def own_file(name):
-    folder = own_tasks() / (RECIPES[name].folder if name in RECIPES else "mmlu/default")
-    return next(path for path in folder.glob("*.yaml") if re.search(rf'^"?task"?: "?{name}"?$', path.read_text(), re.M))
-
-
-def own_task(parts, name, splits):
-    """lm-eval's task as it is, on documents of the hub's shape in memory."""
-    there = {split: parts[0].from_list(rows) for split, rows in splits.items()}
-    return parts[1](config={**parts[3](own_file(name)), "custom_dataset": lambda **_: there})
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_requests_are_those_of_lm_evals_own_task(name, tmp_path, lm_eval_parts):
+def test_requests_are_those_of_lm_evals_own_task(name, tmp_path):
     case = CASES[name]
-    scored, shots = (case.hub, case.shots_hub) if case.shots_file else (case.hub[:-1], case.hub[-1:])
-    few = 2 if len(shots) > 1 else 1
-    scored, shots = (scored, shots) if few < len(shots) or few == 1 else (scored, shots)
-    own = own_task(lm_eval_parts, name, {case.split: scored, "train": shots * 3})
-    raw_shots, case_shots = list(case.shots_raw), case.shots_raw
-    try:
-        case.shots_raw = raw_shots * 3
-        raw = case.raw if case.shots_file else case.raw[:-1] * 4 + case.raw[-1:] * 4
-        task = loaded(lm_eval_parts, local_tasks(fill(tmp_path, name, raw), [name]))["tasks"][name]
-    finally:
-        case.shots_raw = case_shots
-    assert set(task.config.metric_list[0]) == set(own.config.metric_list[0])
+    scored, shots = case.wanted(30, 6)
+    own = own_task(name, {case.split: scored, "train": shots})
+    tasks = local_tasks(fill(tmp_path, name, case.rows(30), 6), [name])
+    task = loaded(tasks)["tasks"][name]
     assert task.config.metric_list == own.config.metric_list and task.OUTPUT_TYPE == own.OUTPUT_TYPE
-    for shots_wanted in (0,) if name == "lambada_openai" else (0, few):
-        mine, theirs = requests(task, shots_wanted), requests(own, shots_wanted)
+    assert task.aggregation().keys() == own.aggregation().keys()
+    for wanted in (0,) if name == "lambada_openai" else (0, 2):  # whose examples lm-eval takes from what is scored
+        mine, theirs = requests(task, wanted), requests(own, wanted)
         if name == "hellaswag":
-            theirs = json.loads(json.dumps(theirs).replace("Cooking: ", ""))
-            mine = json.loads(json.dumps(mine))
-            assert "he" not in [line.split()[-1] for line in mine[0][1][0].split(". ")[-1:]], "begins with a capital"
-        assert mine == theirs and mine
-        assert all(len(one[1]) == 2 for one in mine)
+            theirs = [(kind, (text.replace("Cooking: ", ""), choice), target) for kind, (text, choice), target in theirs]
+            assert " He', ' A takes 0.'" in repr(mine[0])
+        assert mine and mine == theirs
+        assert {len(one[1]) for one in mine} == {2}
+    few = requests(task, 2)
+    assert few[0][1][0].endswith(requests(task, 0)[0][1][0]) and len(few) == len(requests(task, 0))
+
+
+def test_mmlu_through_lm_eval(tmp_path):
+    rows = [(f"{question} {n}", *rest) for n in range(4) for question, *rest in MMLU_COLUMNS]
+    tasks = local_tasks(mmlu_folder(tmp_path, rows, rows[5:]), ["mmlu_stem", "mmlu_virology"])
+    found = loaded(tasks)
+    assert set(found["groups"]) == {"mmlu_stem"} and len(found["tasks"]) == 20
+    assert set(found["group_map"]["mmlu_stem"]) == set(mmlu_groups()["mmlu_stem"])
+    docs = [{**mmlu_doc(*row), "subject": "virology"} for row in rows]
+    own = own_task("mmlu_virology", {"test": docs, "dev": docs[5:]})
+    for wanted in (0, 2):
+        assert requests(found["tasks"]["mmlu_virology"], wanted) == requests(own, wanted)
+    first = requests(found["tasks"]["mmlu_virology"], 2)[1]
+    assert first[1][1] == " B" and first[1][0].count("Answer: ") == 2 and first[1][0].endswith("\nAnswer:")
+
+
+def test_articles_through_lm_eval(tmp_path):
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2/test.txt").write_text(ARTICLES)
+    tasks = local_tasks(tmp_path, ["wikitext"])
+    pages = [{"page": row["page"]} for row in held(tasks, "wikitext")["test"]]
+    own = own_task("wikitext", {"test": pages, "train": pages, "validation": pages})
+    task = loaded(tasks)["tasks"]["wikitext"]
+    assert requests(task, 0) == requests(own, 0)
+    assert requests(task, 0)[1][1] == (" = x =\nLooks like a title .\n",), "lm-eval takes out some spaces, and not all"
+    doc = task.eval_docs[0]
+    assert task.process_results(doc, [(-3.0)]) == own.process_results(pages[0], [(-3.0)])
+
+
+def test_lm_evals_defaults_are_replaced(tmp_path):
+    """Tags of lm-eval keep their other tasks, and groups that name a task find the local one."""
+    tasks = local_tasks(fill(fill(tmp_path, "copa"), "boolq"), ["copa", "boolq"])
+    found = index([own_tasks() / "super_glue", tasks.folder])
+    assert found["copa"].yaml_path == tasks.folder / "copa.yaml"
+    assert found["super-glue-lm-eval-v1"].tags >= {"copa", "boolq", "cb", "sglue_rte"}
