@@ -1,4 +1,4 @@
-"""Does kvlab with full cache give lm-eval's own numbers? Both answer the same requests; log-likelihoods and values are compared.
+"""Does kvlab with full cache give lm-eval's own numbers? Both answer the same requests, and all answers are compared.
 
     python experiments/lm_eval_parity.py copa piqa hellaswag arc_easy lambada wikitext --limit 200
 

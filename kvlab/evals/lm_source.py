@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from kvlab.evals.lm_tasks import known_tasks, local_tasks
 from kvlab.evals.rows import BadRows
 from kvlab.hints import did_you_mean
+from kvlab.paths import data_dir as data_folder
 from kvlab.settings import SettingError
 
 NEEDS = "task=lm_eval needs the package lm-eval: pip install 'kvlab[evals]'"
@@ -28,8 +31,20 @@ class Source:
 
 
 def find_source(names: Sequence[str], data_dir: str | None, include_path: str | None, bad_rows: BadRows) -> Source:
-    """Local data where the data folder has it for all tasks, else lm-eval's own."""
-    return Source(tuple(names), (include_path,) if include_path else ())
+    """Local data where the data folder has it for all tasks, else lm-eval's own. Files of the user's own win over both.
+
+    data_dir  None: the folder that KVLAB_DATA_DIR names, if it is set
+    Raises SettingError where the folder's data can't be used.
+    """
+    own = (include_path,) if include_path else ()
+    folder = Path(data_dir) if data_dir else data_folder()
+    if not folder or (include_path and data_dir is None):
+        return Source(tuple(names), own)
+    known = set(known_tasks())
+    if not all(name in known for name in names):
+        return Source(tuple(names), own)
+    local = local_tasks(folder, names, bad_rows)
+    return Source(local.names, (str(local.folder), *own), local.hash, local.left_out)
 
 
 @cache
