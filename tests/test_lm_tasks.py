@@ -521,6 +521,17 @@ def test_requests_are_those_of_lm_evals_own_task(name, tmp_path):
     assert few[0][1][0].endswith(requests(task, 0)[0][1][0]) and len(few) == len(requests(task, 0))
 
 
+def test_answers_of_gsm8k_are_graded_without_the_hub(tmp_path):
+    task = loaded(local_tasks(fill(tmp_path, "gsm8k"), ["gsm8k"]))["tasks"]["gsm8k"]
+    requests(task, 0)
+    for one, output in zip(task.instances, ["So #### 0", "It is 2.", "#### 5"], strict=True):
+        one.resps = [output]
+    task.apply_filters()
+    for name, right in (("strict-match", [1, 0, 0]), ("flexible-extract", [1, 1, 0])):
+        values = [task.process_results(one.doc, [one.filtered_resps[name]]) for one in task.instances]
+        assert [value["exact_match"] for value in values] == right
+
+
 def test_mmlu_through_lm_eval(tmp_path):
     rows = [(f"{question} {n}", *rest) for n in range(4) for question, *rest in MMLU_COLUMNS]
     tasks = local_tasks(mmlu_folder(tmp_path, rows, rows[5:]), ["mmlu_stem", "mmlu_virology"])
