@@ -47,6 +47,7 @@ TABLE_EXAMPLES = """examples:
   kvlab table                              everything in outputs/
   kvlab table 'outputs/runs/*/passkey' --format markdown
   kvlab table outputs/runs --by depth      accuracy at each depth
+  kvlab table outputs/runs --base h2o      differences to h2o instead of the full cache
 """
 
 
@@ -141,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
     table.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
+
+    table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
 
     listing = add("list", _list, "list what there is, one name a line")
     listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
@@ -241,7 +244,11 @@ def _table(options: argparse.Namespace) -> int:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
-    items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where, stored_references())
+    items = (
+        breakdown(options.where, options.by.split(","))
+        if options.by
+        else compare(options.where, stored_references(), options.base)
+    )
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
     return 0
 
