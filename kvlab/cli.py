@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `doctor`. Prints, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `lm_eval`, `doctor`. The rest is the library's."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ TABLE_EXAMPLES = """examples:
   kvlab table                              everything in outputs/
   kvlab table 'outputs/runs/*/passkey' --format markdown
   kvlab table outputs/runs --by depth      accuracy at each depth
+  kvlab table outputs/runs --base h2o      differences to h2o instead of the full cache
 """
 
 
@@ -64,6 +65,17 @@ ANALYZE_EXAMPLES = """examples:
   kvlab analyze heads --file my_text.txt --threshold 0.99
   kvlab analyze hash --json > hash.json
   kvlab analyze --model path/to/model --device cuda --dtype bfloat16 --output outputs/mine
+"""
+
+
+LM_EVAL_EXAMPLES = """--model_args are settings of `kvlab run`: model, policy, budget.ratio (or ratio), protocol ...
+Everything else is lm-eval's own: `kvlab lm_eval run --help`, `kvlab lm_eval ls tasks`. As a sweep, with results that go on
+where they stopped and are compared with the full cache: `kvlab run task=lm_eval`.
+
+examples:
+  kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa copa --limit 100
+  kvlab lm_eval --model kvlab --model_args model=path,model.path=./my-model,policy=snapkv,ratio=0.5 --tasks gsm8k
+  kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2,protocol=stream --tasks wikitext
 """
 
 
@@ -115,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=parser.formatter_class,
             allow_abbrev=False,
         )
-        command.set_defaults(run=run, parser=command, takes_rest=name == "run")
+        command.set_defaults(run=run, parser=command, takes_rest=name in ("run", "lm_eval"))
         return command
 
     running = add("run", _run, "run a cell, or a sweep of cells", RUN_EXAMPLES)
@@ -130,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
     table.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
+
+    table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
 
     listing = add("list", _list, "list what there is, one name a line")
     listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
@@ -147,6 +161,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
+
+    harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
+    harness.usage = "kvlab lm_eval --model kvlab --model_args KEY=VALUE,... --tasks TASK ... [lm-eval's own options]"
+    harness.add_argument("--data_dir", help="folder of data files that tasks are made from (default: KVLAB_DATA_DIR)")
 
     add("doctor", _doctor, "say what this machine can run, and why not")
     return parser
@@ -226,7 +244,11 @@ def _table(options: argparse.Namespace) -> int:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
-    items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where, stored_references())
+    items = (
+        breakdown(options.where, options.by.split(","))
+        if options.by
+        else compare(options.where, stored_references(), options.base)
+    )
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
     return 0
 
@@ -319,6 +341,13 @@ def _check_what(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known)
             raise ValueError(f"{kind} {name}: there is no such {kind}{hint}; there are {', '.join(known)}")
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    from kvlab.lm_eval_model import run_lm_eval
+
+    run_lm_eval(options.rest, options.data_dir)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

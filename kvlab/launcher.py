@@ -90,7 +90,7 @@ def _check_places(cells: Sequence[Cell]) -> None:
 def _cells(number: int, configs: Sequence[DictConfig]) -> list[Cell]:
     """The cells of a config: one, or one for each of a benchmark's tasks."""
     try:
-        return [Cell.of(config) for config in _spread(_plain(configs[number]))]
+        return [Cell.of(config) for config in _spread(plain(configs[number]))]
     except ValueError as error:
         raise SettingError(f"{_which(number, len(configs))}{error}") from error
 
@@ -105,7 +105,8 @@ def _spread(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**config, "task": {**task, name: [item]}} for item in dict.fromkeys(items)]  # type: ignore[dict-item]
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed config as plain values, with nothing left to resolve."""
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

@@ -101,6 +101,11 @@ class Scored:
         """Of the whole continuation."""
         return sum(self.logprobs)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether each token was the likeliest in its place."""
+        return list(self.ids) == self.top1
+
 
 @dataclass
 class Reading:

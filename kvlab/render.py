@@ -134,7 +134,7 @@ class _Column(NamedTuple):
     text: Callable[[Row], str]
 
 
-def _columns(metric: str) -> list[_Column]:
+def _columns(metric: str, base: str) -> list[_Column]:
     def failed(row: Row) -> bool:
         return row.facts["status"] != "ok"
 
@@ -151,7 +151,7 @@ def _columns(metric: str) -> list[_Column]:
         _Column("× full", True, "drop", _share_of_full),
         _Column("n", True, "say", lambda row: _optional(row.n, "d")),
         _Column(metric or "metric", True, "keep", value),
-        _Column("Δ to full [95 %]", True, "keep", lambda row: difference(row.delta, row.n)),
+        _Column(f"Δ to {base} [95 %]", True, "keep", lambda row: difference(row.delta, row.n)),
         _Column("McNemar p", True, "drop", _p_value),
         _Column("Δ gold logp [95 %]", True, "drop", lambda row: difference(row.gold_logprob, row.n)),
         _Column("agree", True, "drop", lambda row: _optional(row.agreement, ".3f")),
@@ -168,7 +168,7 @@ def _columns(metric: str) -> list[_Column]:
 def _comparison_sheet(item: Comparison) -> _Sheet:
     about = [_metricone_line(item)]
     shown = []
-    for found in _columns(item.metric):
+    for found in _columns(item.metric, item.base):
         texts = [(found.text(row), row.facts["status"] == "ok") for row in item.rows]
         values = {text for text, ran in texts if ran or text not in _EMPTY}  # a failed run need not know everything
         if found.rule == "say" and len(values) == 1:

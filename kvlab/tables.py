@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
+from kvlab.hints import did_you_mean
 from kvlab.metrics import Difference, at_chance, compare_records
 from kvlab.paths import conf_dir
 from kvlab.results import SCHEMA, read_records
@@ -103,7 +104,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells that differ in policy, budget, codec or sharing only. `baseline` is the row of the full cache, if there is one."""
+    """Cells that differ in policy, budget, codec or sharing only. `baseline` is the row that others are compared with, that
+    of the full cache unless `base` names another policy; None where there is none."""
 
     comparison_id: str
     title: str
@@ -112,6 +114,7 @@ class Comparison:
     rows: Sequence[Row]
     baseline: Row | None
     warnings: list[str] = field(default_factory=list)
+    base: str = "full"
 
 
 def find_cells(where: Where) -> list[Path]:
@@ -171,15 +174,20 @@ def load_results(where: Where = "outputs") -> pd.DataFrame:
     return frame
 
 
-def compare(where: Where, references: Mapping[str, tuple[float, float]] | None = None) -> list[Comparison]:
+def compare(
+    where: Where, references: Mapping[str, tuple[float, float]] | None = None, base: str | None = None
+) -> list[Comparison]:
     """One comparison for each comparison_id: every cell against the full cache, paired on sample ids.
 
     references  comparison_id to (value, tolerance): what the full cache should score on the main metric
+    base        a policy, as tables call it (with its settings), to compare with instead
     Raises ValueError if there are no results. Anything that makes a table doubtful is in its `warnings`; results that can't be
     read are named in those of the last comparison.
     """
     groups, titles, skipped = read_groups(where)
-    found = [_compare(key, titles[key], cells, (references or {}).get(key)) for key, cells in groups.items()]
+    if base is not None and base not in (known := {cell.policy: None for cells in groups.values() for cell in cells}):
+        raise ValueError(f"--base {base!r}: no cell has this policy{did_you_mean(base, known)}; there are: {', '.join(known)}")
+    found = [_compare(key, titles[key], cells, (references or {}).get(key), base) for key, cells in groups.items()]
     found[-1].warnings.extend(skipped)
     return found
 
@@ -268,13 +276,16 @@ def samples_of(cell: StoredCell, warnings: list[str]) -> Samples:
     return {record["id"]: record for record in records}
 
 
-def _compare(key: str, title: str, cells: Sequence[StoredCell], reference: tuple[float, float] | None) -> Comparison:
-    full = cells[0] if cells[0].ok and cells[0].is_full else None
+def _compare(
+    key: str, title: str, cells: Sequence[StoredCell], reference: tuple[float, float] | None, base_policy: str | None
+) -> Comparison:
+    full = next((cell for cell in cells if cell.ok and (cell.policy == base_policy if base_policy else cell.is_full)), None)
     metric = main_metric(cells)
     warnings: list[str] = []
     base = samples_of(full, warnings) if full else {}
     rows = [_row(cell, metric, cell is not full, base, warnings) for cell in cells]
-    comparison = Comparison(key, title, metric, better_of(cells, metric), rows, rows[0] if full else None, warnings)
+    baseline = rows[cells.index(full)] if full else None
+    comparison = Comparison(key, title, metric, better_of(cells, metric), rows, baseline, warnings, base_policy or "full")
     warnings += _doubts(comparison, cells, reference)
     return comparison
 
@@ -326,6 +337,8 @@ def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tupl
         doubts.append(f"{bad['rows']} bad rows of the data were left out; the first: {bad['why'][0]}")
     doubts += dict.fromkeys(note for cell in cells for note in cell.result.get("notes") or [])
     full = comparison.baseline
+    if comparison.base != "full":
+        return doubts if full is not None else [*doubts, f"there is no cell of {comparison.base} to compare with"]
     if full is None:
         failed = any(cell.is_full for cell in cells)
         why = "the full cache failed" if failed else "there is no full cache to compare with"

@@ -547,3 +547,16 @@ class TestBreakdown:
         (grid,) = breakdown(tmp_path / "outputs", ["depth", "length"])  # nothing of the comparison that has no such fields
         assert sum(n for _, _, values in grid.rows for _, _, n in values.values()) == 22
         assert grid.warnings == ["full, no limit: 2 samples without depth or length are left out"]
+
+
+def test_another_policy_can_be_the_base(disk, tmp_path):
+    for policy, right in (("full", [1, 1, 1, 1]), ("streaming_llm", [0, 0, 1, 0]), ("h2o", [1, 0, 1, 1])):
+        disk(questions(right * 3), policy, 0.2 if policy != "full" else None)
+    (found,) = compare(tmp_path, base="streaming_llm")
+    assert found.base == "streaming_llm" and found.baseline.facts["policy"] == "streaming_llm"
+    by_policy = {row.facts["policy"]: row for row in found.rows}
+    assert by_policy["streaming_llm"].delta is None
+    assert by_policy["h2o"].delta.value == pytest.approx(0.5) and by_policy["full"].delta.value == pytest.approx(0.75)
+    assert "Δ to streaming_llm" in render([found]) and not found.warnings
+    with pytest.raises(ValueError, match=r"--base 'h2': no cell has this policy \(did you mean h2o\?\)"):
+        compare(tmp_path, base="h2")

@@ -1,0 +1,380 @@
+"""lm-eval-harness: with full cache kvlab answers as lm-eval's own Hugging Face model does; policies change the answers."""
+
+import functools
+import json
+import os
+import re
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import shared_model
+from kvlab import Budget, attach, make_policy
+from kvlab.evals.lm_harness import LmEval
+from kvlab.evals.lm_requests import Doc, Encoder, Requests, grouped, windows_of
+from kvlab.evals.lm_source import load_leaves
+from kvlab.lm_eval_model import cell_of, register
+from kvlab.protocol import PromptProtocol, Reader, Stream
+from kvlab.runner import batches
+from kvlab.settings import SettingError
+from kvlab.tiny import tiny_tokenizer
+from running import TINY, kvlab, results, sample_lines
+
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'kvlab[evals]'")
+
+WORDS = ["rain", "boat", "baker", "road", "kettle", "wind", "clock", "floor", "harbor", "sail", "evening", "roof"]
+METRIC = "  - metric: {}\n    aggregation: {}\n    higher_is_better: {}\n"
+TASKS = {
+    "my_choice": """
+output_type: multiple_choice
+doc_to_text: "Question: {{q}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+fewshot_split: train
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+""",
+    "my_blank": """
+output_type: multiple_choice
+doc_to_text: gold
+doc_to_choice: "{{[q + ' ' + choices[0], q + ' ' + choices[1] ~ ' and']}}"
+doc_to_target: "was not seen again."
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+""",
+    "my_word": """
+output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: "{{' ' ~ choices[0]}}"
+metric_list:
+  - metric: perplexity
+    aggregation: perplexity
+    higher_is_better: false
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+""",
+    "my_text": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: bits_per_byte
+""",
+    "my_answer": """
+output_type: generate_until
+doc_to_text: "Question: {{q}}\\nAnswer:"
+doc_to_target: "{{choices[gold]}}"
+fewshot_split: train
+generation_kwargs:
+  until: ["\\n", "e"]
+  max_gen_toks: 12
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+""",
+}
+
+
+def sentence(number, length=12):
+    return " ".join(WORDS[(number * 7 + k * k + k) % len(WORDS)] for k in range(length))
+
+
+def row(number):
+    choices = [WORDS[(number + k * 5) % len(WORDS)] for k in range(3)]
+    text = " ".join(sentence(number + k) for k in range(3 + number))
+    return {"q": f"What came {sentence(number)} {number}?", "choices": choices, "gold": number % 2, "text": text}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Task files and data as a user may have them."""
+    folder = tmp_path_factory.mktemp("lm_tasks")
+    for split, numbers in (("test", range(6)), ("train", range(20, 26))):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in numbers))
+    for name, text in TASKS.items():
+        data = (
+            f"dataset_path: json\ndataset_kwargs:\n  data_files: {{test: {folder}/test.jsonl, train: {folder}/train.jsonl}}\n"
+        )
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}test_split: test\n{text.strip()}\n")
+    return folder
+
+
+TOKENIZER = tiny_tokenizer()
+LENGTH = 64
+
+
+def lm_task(folder, name, **settings):
+    return LmEval(tasks=(name,), include_path=str(folder), max_length=LENGTH, **settings)
+
+
+def run(task, policy="full", protocol=None, batch=8, **budget):
+    """Records of all samples in order, and the task."""
+    protocol = protocol or (Stream() if task.tasks == ("my_text",) else PromptProtocol())
+    samples = task.samples(TOKENIZER)
+    found = {}
+    with (
+        torch.inference_mode(),
+        attach(shared_model("llama"), make_policy(policy), Budget(**budget) if budget else None) as session,
+    ):
+        for some in batches(samples, batch):
+            prompts = [replace(prompt, name=f"{s.id}{n}") for s in some for n, prompt in enumerate(s.prompts)]
+            reading = Reader(session, protocol).read(prompts)
+            for sample, record in zip(some, task.evaluate(reading, some, TOKENIZER), strict=True):
+                found[sample.id] = record | {"id": sample.id}
+    return [found[sample.id] for sample in samples]
+
+
+@functools.cache
+def theirs(folder, name, num_fewshot=None):
+    """What lm-eval says with its own model class: results, and its log of samples."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=shared_model("llama"), tokenizer=TOKENIZER, max_length=LENGTH, batch_size=3)
+    loaded = TaskManager(include_path=str(folder), include_defaults=False).load([name])
+    loaded["tasks"][name].set_config(key="num_fewshot", value=num_fewshot or 0)
+    loaded["tasks"][name].set_fewshot_seed(seed=1234)
+    found = evaluate(model, loaded, bootstrap_iters=0)
+    return found["results"][name], found["samples"][name]
+
+
+# ----------------------------------------------------------------------------------- equal to lm-eval with full cache
+
+
+@pytest.mark.parametrize(("name", "shots"), [(name, None) for name in TASKS] + [("my_choice", 3), ("my_answer", 2)])
+def test_full_cache_answers_as_lm_evals_own_model(folder, name, shots):
+    """The texts of some are longer than the model's context here, and are cut as lm-eval cuts them."""
+    results, logged = theirs(folder, name, shots)
+    task = lm_task(folder, name, num_fewshot=shots)
+    records = run(task)
+    assert len(records) == len(logged) == 6
+    for record, log in zip(records, sorted(logged, key=lambda log: log["doc_id"]), strict=True):
+        if "output" in record:
+            assert record["output"] == log["resps"][0][0]
+            continue
+        wanted = [answer[0] if isinstance(answer[0], tuple | list) else (answer[0], None) for answer in log["resps"]]
+        for (logprob, greedy), (their_logprob, their_greedy) in zip(record["loglikelihoods"], wanted, strict=True):
+            assert logprob == pytest.approx(their_logprob, rel=1e-6, abs=1e-4)
+            assert their_greedy is None or greedy == their_greedy
+    for metric, value in task.metrics(records).items():
+        if metric != "gold_logprob":
+            assert value.value == pytest.approx(results[f"{metric},none"], rel=1e-4), metric
+    cuts = [sample.fields.get("cut", sample.fields.get("windows")) for sample in task.samples(TOKENIZER)]
+    assert name in ("my_word", "my_blank", "my_choice", "my_answer") or max(cuts) > 1
+
+
+def test_lm_eval_drives_kvlab_to_the_same_answers(folder, tmp_path, capsys):
+    arguments = ["--model_args", "model=tiny-llama,runtime.threads=1,max_length=64", "--include_path", str(folder)]
+    names = ["my_choice", "my_blank", "my_word", "my_answer"]
+    log = ["--output_path", str(tmp_path), "--log_samples"]
+    assert kvlab("lm_eval", "--model", "kvlab", *arguments, "--tasks", *names, *log) == 0
+    assert "kvlab (" in capsys.readouterr().out
+    (file,) = tmp_path.rglob("results_*.json")
+    found = json.loads(file.read_text())
+    assert found["config"]["kvlab"]["policy"] == {"name": "full"} and found["config"]["kvlab_memory"]["kept_fraction"] == 1
+    for name in names:
+        wanted, _ = theirs(folder, name)
+        for metric, value in found["results"][name].items():
+            if isinstance(value, float) and "stderr" not in metric:
+                assert value == pytest.approx(wanted[metric], rel=1e-4), (name, metric)
+
+
+def test_whole_texts_are_scored_from_lm_evals_side_too(folder):
+    lm = register()(model="tiny-llama", protocol="stream", max_length=LENGTH)
+    leaf = load_leaves(lm_task(folder, "my_text")._source, None)["my_text"]
+    wanted = [record["loglikelihoods"][0][0] for record in run(lm_task(folder, "my_text"))]
+    leaf.build_all_requests(limit=None)
+    found = lm.loglikelihood_rolling(leaf.instances, disable_tqdm=True)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(SettingError, match="protocol=stream"):
+        register()(model="tiny-llama").loglikelihood_rolling(leaf.instances)
+
+
+# --------------------------------------------------------------------------------------------------- under eviction
+
+
+@pytest.mark.parametrize("protocol", [PromptProtocol(), Stream()], ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
+@pytest.mark.parametrize("name", ["my_choice", "my_blank", "my_word"])
+def test_policies_move_log_likelihoods(folder, policy, protocol, name):
+    full = run(lm_task(folder, name), protocol=protocol)
+    ours = run(lm_task(folder, name), policy, protocol, ratio=0.3)
+    for a, b in zip(full, ours, strict=True):
+        assert all(abs(x - y) > 1e-6 for (x, _), (y, _) in zip(a["loglikelihoods"], b["loglikelihoods"], strict=True))
+
+
+@pytest.mark.parametrize("protocol", [PromptProtocol(), Stream()], ids=lambda protocol: protocol.name)
+def test_an_answer_of_one_token_sees_the_eviction(protocol):
+    """As with the letters of MMLU: the first token of a continuation must not be predicted from full attention."""
+    encoder = Encoder(TOKENIZER)
+    context = encoder.pair(sentence(3, 30), " x")[0]
+    prompts, parts = grouped([(number, context, (token,)) for number, token in enumerate((5, 6, 7, 8))])
+    doc = Doc("letters", prompts[0], parts=parts)
+    found = {}
+    for policy in ("full", "h2o"):
+        with torch.inference_mode(), attach(shared_model("llama"), make_policy(policy), Budget(ratio=0.3)) as session:
+            reading = Reader(session, protocol).read(doc.prompts)
+            found[policy] = [logprob for logprob, _ in Requests().evaluate(reading, [doc], TOKENIZER)[0]["loglikelihoods"]]
+    assert all(abs(a - b) > 1e-6 for a, b in zip(found["full"], found["h2o"], strict=True))
+
+
+@pytest.mark.parametrize("protocol", [PromptProtocol(), Stream()], ids=lambda protocol: protocol.name)
+def test_the_order_of_choices_does_not_matter(folder, protocol):
+    task = LmEval(tasks=("my_choice",), include_path=str(folder))
+    straight = run(task, "h2o", protocol, ratio=0.3)
+    docs = [replace(sample, parts=tuple(reversed(sample.parts))) for sample in task.samples(TOKENIZER)]
+    with torch.inference_mode(), attach(shared_model("llama"), make_policy("h2o"), Budget(ratio=0.3)) as session:
+        reading = Reader(session, protocol).read([doc.prompt for doc in docs])
+        turned = Requests().evaluate(reading, docs, TOKENIZER)
+    for a, b in zip(straight, turned, strict=True):
+        assert [x for x, _ in a["loglikelihoods"]] == pytest.approx([x for x, _ in b["loglikelihoods"]], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_at_a_time_equals_eight_together(folder, name):
+    protocol = Stream() if name == "my_text" else None
+    alone, together = (run(lm_task(folder, name), "h2o", protocol, batch=batch, ratio=0.4) for batch in (1, 8))
+    for a, b in zip(alone, together, strict=True):
+        assert a["values"] == pytest.approx(b["values"], rel=1e-5, abs=1e-4)
+        assert a.get("output") == b.get("output")
+
+
+def test_prompts_with_several_contexts_are_several_rows(folder):
+    samples = lm_task(folder, "my_blank").samples(TOKENIZER)
+    assert [len(sample.prompts) for sample in samples] == [2] * 6
+    assert [sum(len(sample.prompts) for sample in some) for some in batches(samples, 5)] == [4, 4, 4]
+
+
+def test_windows_say_where_the_cache_begins_anew():
+    encoder = Encoder(TOKENIZER, max_length=16)
+    text = sentence(1, 40)
+    ids = encoder.encode(text)
+    windows = encoder.rolling(text)
+    assert [token for _, scored in windows for token in scored] == ids
+    assert windows[0][0] == (encoder.prefix,) and all(len(context) + len(scored) - 1 <= 16 for context, scored in windows)
+    prompts, parts = windows_of(windows)
+    assert [prompt.text_len for prompt in prompts] == [len(context) + len(scored) for context, scored in windows]
+    assert {part.request for part in parts} == {0}
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+
+def test_tasks_are_cells_that_go_on_where_they_stopped(folder, tmp_path, monkeypatch, capsys):
+    run = [*TINY, "task=lm_eval", "task.tasks=[my_choice,my_word]", f"task.include_path={folder}", "budget.ratio=0.5"]
+    run += ["policy=full,h2o", f"output_dir={tmp_path}", "runtime.batch_size=2"]
+    from kvlab import runner
+
+    evaluate, calls = runner.evaluate, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(runner, "evaluate", interrupted)
+    assert kvlab("run", *run) == 130
+    monkeypatch.setattr(runner, "evaluate", evaluate)
+    assert sum(map(len, sample_lines(tmp_path).values())) == 4
+    assert kvlab("run", *run) == 0
+    found = results(tmp_path)
+    assert len(found) == 4 and {result["task"] for result in found.values()} == {"my_choice", "my_word"}
+    for lines in sample_lines(tmp_path).values():
+        assert sorted(json.loads(line)["id"].split("/")[1] for line in lines) == [f"{number:05d}" for number in range(6)]
+    told = capsys.readouterr().out
+    assert "my_choice · prompt" in told and "my_word · prompt" in told
+
+
+def test_bad_documents_are_left_out_and_named(folder, tmp_path):
+    lines = (folder / "test.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(row(1) | {"gold": 7})
+    lines[2] = json.dumps(row(2) | {"choices": ["rain", "", "wind"]})
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    text = (folder / "my_choice.yaml").read_text().replace(f"{folder}/test.jsonl", f"{tmp_path}/bad.jsonl")
+    (tmp_path / "bad.yaml").write_text(text.replace("task: my_choice", "task: my_bad").replace('"Question', '"Question'))
+    task = lm_task(tmp_path, "my_bad")
+    assert len(task.samples(TOKENIZER)) == 5
+    assert re.search(r"my_bad, document 1: the right answer 7 isn't among the choices", task.left_out[0])
+    with pytest.raises(SettingError, match="my_bad, document 1: the right answer 7"):
+        lm_task(tmp_path, "my_bad", bad_rows="stop").samples(TOKENIZER)
+
+
+WRONG = {
+    "no tasks": ({"tasks": ()}, "task.tasks must be given"),
+    "nothing": ({"limit": 0}, "task.limit=0"),
+    "turns without chat": ({"fewshot_as_multiturn": True}, "needs task.chat=true"),
+}
+
+
+@pytest.mark.parametrize("settings", WRONG.values(), ids=WRONG)
+def test_wrong_settings_say_what_to_change(folder, settings):
+    values, told = settings
+    with pytest.raises(SettingError, match=told):
+        LmEval(**{"tasks": ("my_choice",), "include_path": str(folder), **values}).data_hash()
+
+
+@pytest.mark.slow  # all of lm-eval's own tasks are read
+def test_a_task_that_there_is_not_is_named(folder):
+    with pytest.raises(SettingError, match=r"no task 'my_chioce' \(did you mean my_choice"):
+        lm_task(folder, "my_chioce").data_hash()
+
+
+def test_whole_texts_need_a_protocol_without_a_prompt(folder, tmp_path, capsys):
+    run = [*TINY, "task=lm_eval", "task.tasks=[my_text]", f"task.include_path={folder}", f"output_dir={tmp_path}"]
+    assert kvlab("run", *run) == 2
+    assert "use protocol=stream" in capsys.readouterr().err
+    assert kvlab("run", *run, "protocol=stream", "policy=full,h2o", "budget.ratio=0.5", "task.max_length=64") == 0
+    for result in results(tmp_path).values():
+        assert result["main_metric"] == "word_perplexity" and set(result["metrics"]) >= {"word_perplexity", "bits_per_byte"}
+
+
+def test_a_sampling_task_and_a_shared_cache_are_refused(folder, capsys):
+    assert kvlab("lm_eval", "--model", "kvlab", "--tasks", "my_choice", "--use_cache", "somewhere") == 2
+    assert "mixes up policies" in capsys.readouterr().err
+    with pytest.raises(SettingError, match="several cells"):
+        cell_of({"model": "tiny-llama", "policy": "full,h2o"})
+    with pytest.raises(SettingError, match="use a number"):
+        cell_of({"model": "tiny-llama"}, batch_size="auto")
+
+
+def test_without_chat_template_chat_is_refused(folder):
+    assert not getattr(TOKENIZER, "chat_template", None)
+    with pytest.raises(SettingError, match="no chat template"):
+        lm_task(folder, "my_choice", chat=True).samples(TOKENIZER)
+
+
+def test_chat_puts_examples_into_turns(folder):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    texts = {}
+    for multiturn in (True, False):
+        settings = {"chat": True, "num_fewshot": 2, "fewshot_as_multiturn": multiturn}
+        task = LmEval(tasks=("my_choice",), include_path=str(folder), **settings)
+        texts[multiturn] = tokenizer.decode(task.samples(tokenizer)[0].prompt.ids)
+    assert texts[True].count("<user>") == 3 and texts[False].count("<user>") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.skipif(not os.environ.get("KVLAB_DATA_DIR"), reason="needs real data: set KVLAB_DATA_DIR")
+@pytest.mark.parametrize("name", ["copa", "piqa", "lambada"])
+def test_full_cache_equals_lm_eval_on_real_data(name):
+    """experiments/lm_eval_parity.py does it for more tasks and rows."""
+    script = runpy.run_path(Path(__file__).parent.parent / "experiments/lm_eval_parity.py")
+    row = script["compare"](name, limit=20)
+    assert script["agrees"](row), row
