@@ -150,7 +150,7 @@ def _score(x: Array, y: Array, weight: Array, folds: npt.NDArray[np.int64], stre
 def _regression(x: Array, y: Array, weight: Array, strength: float) -> Array:
     """argmin_b |b|_1 + strength * sum of weight * (log loss of y under logistic(x b)), (k,)."""
     need_sklearn()
-    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
+    from sklearn.linear_model import LogisticRegression
 
     # liblinear draws the order of its coordinates; at this tolerance the seed no longer matters.
     options: dict[str, Any] = {
@@ -170,7 +170,7 @@ def _regression(x: Array, y: Array, weight: Array, strength: float) -> Array:
 def need_sklearn() -> None:
     """Raises SettingError where scikit-learn isn't installed."""
     try:
-        import sklearn  # type: ignore[import-untyped]  # noqa: F401
+        import sklearn  # noqa: F401
     except ImportError:
         fix = "pip install 'kvlab[evals]', or use task.length_controlled=false"
         raise SettingError(f"length-controlled win rates need scikit-learn: {fix}") from None
