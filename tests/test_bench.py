@@ -21,13 +21,14 @@ def quick(monkeypatch):
 
 
 def test_every_bench_prints_a_table(capsys):
-    assert main(["bench", "decode", "prefill", "loglik", "memory", *SMALL]) == 0
+    assert main(["bench", "decode", "prefill", "loglik", "choices", "memory", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert out.count("### ") == 4
+    assert out.count("### ") == 5
     for said in (
         "h2o at 20% over transformers' DynamicCache, batch 2 × 192",
         "knorm over streaming_llm",
         "scan over token by token",
+        "h2o, stream: 4 choices of 1 contexts of 500 tokens",
     ):
         assert said in out
     assert "**no**" not in out.split("### Keys and values held")[0], "targets are for another model"

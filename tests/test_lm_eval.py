@@ -341,6 +341,7 @@ def test_whole_texts_need_a_protocol_without_a_prompt(folder, tmp_path, capsys):
     assert kvlab("run", *run, "protocol=stream", "policy=full,h2o", "budget.ratio=0.5", "task.max_length=64") == 0
     for result in results(tmp_path).values():
         assert result["main_metric"] == "word_perplexity" and set(result["metrics"]) >= {"word_perplexity", "bits_per_byte"}
+        assert re.fullmatch(r"6 texts were read in several windows, each .* an empty cache", result["notes"][0])
 
 
 def test_a_sampling_task_and_a_shared_cache_are_refused(folder, capsys):
@@ -378,3 +379,36 @@ def test_full_cache_equals_lm_eval_on_real_data(name):
     script = runpy.run_path(Path(__file__).parent.parent / "experiments/lm_eval_parity.py")
     row = script["compare"](name, limit=20)
     assert script["agrees"](row), row
+
+
+REAL = ["task=lm_eval", "logger=none", "runtime.threads=2", "policy=full,h2o,streaming_llm", "budget.ratio=0.2"]
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.skipif(not os.environ.get("KVLAB_DATA_DIR"), reason="needs real data: set KVLAB_DATA_DIR")
+@pytest.mark.parametrize("protocol", ["prompt", "stream"])
+def test_policies_move_the_letters_of_mmlu(tmp_path, protocol):
+    run = ["task.tasks=[mmlu_anatomy]", "task.limit=8", f"protocol={protocol}", f"output_dir={tmp_path}"]
+    assert kvlab("run", "-m", *REAL, *run) == 0
+    by_policy = {
+        cell.split("/")[4].split("_")[0]: list(map(json.loads, lines)) for cell, lines in sample_lines(tmp_path).items()
+    }
+    full = {record["id"]: record["loglikelihoods"] for record in by_policy.pop("full")}
+    assert len(by_policy) == 2
+    for records in by_policy.values():
+        for record in records:
+            assert record["scored_tokens"] == [1, 1, 1, 1]
+            assert all(abs(a - b) > 1e-4 for (a, _), (b, _) in zip(record["loglikelihoods"], full[record["id"]], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.skipif(not os.environ.get("KVLAB_DATA_DIR"), reason="needs real data: set KVLAB_DATA_DIR")
+def test_gsm8k_is_answered(tmp_path):
+    run = ["task.tasks=[gsm8k]", "task.limit=2", "task.num_fewshot=2", f"output_dir={tmp_path}"]
+    assert kvlab("run", "-m", *REAL, *run) == 0
+    for result in results(tmp_path).values():
+        assert {"exact_match:strict-match", "exact_match:flexible-extract", "gold_logprob"} == set(result["metrics"])
+    for lines in sample_lines(tmp_path).values():
+        assert all(json.loads(line)["output"].strip() for line in lines)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvlab.bench.choices import choices
 from kvlab.bench.decode import decode
 from kvlab.bench.loglik import loglik
 from kvlab.bench.memory import memory, render_memory
@@ -24,6 +25,7 @@ BENCHES: dict[str, tuple[str, Callable[[Setup], Sequence[Any]], Callable[[str, A
     "decode": ("Decoding", decode, render),
     "prefill": ("Reading a prompt", prefill, render),
     "loglik": ("Log-probabilities under per-step eviction", loglik, render),
+    "choices": ("Multiple choice", choices, render),
     "memory": ("Keys and values held", memory, render_memory),
 }
 """name -> (title, bench, how to print it)"""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvlab.evals.base import Record, Sample, register_task
+from kvlab.evals.base import Finished, Record, Sample, register_task
 from kvlab.evals.lm_requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.lm_results import Work, aggregated, document_values, gold_choice
 from kvlab.evals.lm_source import Source, chat_template, find_source, load_leaves, quiet
@@ -214,6 +214,15 @@ class LmEval(Requests):
             if raw:
                 record["raw"] = raw
         return records
+
+    def notes(self, finished: Finished) -> list[str]:
+        """Prompts that were cut, and texts that were read in several windows."""
+        cut = sum(bool(sample.fields.get("cut")) for sample in finished.samples)
+        several = sum(sample.fields.get("windows", 1) > 1 for sample in finished.samples)
+        found = [f"prompts of {cut} documents were cut on the left to {self.max_length} tokens"] if cut else []
+        if several:
+            found.append(f"{several} texts were read in several windows, each of which begins with an empty cache")
+        return found
 
     def metrics(self, records: Sequence[Record]) -> dict[str, Metric]:
         """lm-eval's metrics, those of a group over all its documents; the first of the task comes first."""
