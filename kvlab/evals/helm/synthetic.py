@@ -17,8 +17,9 @@ MODES = ("pattern_match", "variable_substitution", "induction")
 
 _LETTERS = ("K", "M", "W")
 _SIGNS = ("+", "-", "*", "=")
-_WORDS = tuple(
-    ["lamp", "otter", "spoon", "cedar", "violin", "falcon", "pebble", "turnip", "ladder", "badger", "copper", "willow"]
+_WORDS = (
+    *("lamp", "otter", "spoon", "cedar", "violin", "falcon"),
+    *("pebble", "turnip", "ladder", "badger", "copper", "willow"),
 )
 
 

@@ -100,7 +100,7 @@ class Helm(Task):
     def adapter(self) -> Adapter:
         """The scenario's adapter with what the settings replace. SettingError for a method that it doesn't have."""
         methods = self.scenario.methods
-        method: Method = self.method or next(iter(methods))
+        method: Method = self.method if self.method is not None else next(iter(methods))
         if method not in methods:
             raise SettingError(f"task.method={method}: scenario {self.scenario.label} has {', '.join(methods)}")
         names = [each.name for each in fields(Adapter) if each.name not in NOT_SET]
