@@ -76,7 +76,10 @@ def block(adapter: Adapter, instance: Instance, answered: bool) -> tuple[str, in
             text += adapter.reference_prefix.replace(old, letter(adapter, place)) + reference.text + adapter.reference_suffix
     if answered:
         return text + adapter.output_prefix + answer(adapter, instance) + adapter.output_suffix, len(text)
-    return text + adapter.output_prefix.rstrip(" "), len(text) if asks is None else asks
+    end = adapter.output_prefix.rstrip(" ")
+    if asks is None:
+        asks = len(text.rstrip()) if end else len(text)  # the line break stays with what asks where an input is cut
+    return text + end, asks
 
 
 def answer(adapter: Adapter, instance: Instance) -> str:
