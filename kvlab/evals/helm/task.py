@@ -179,7 +179,7 @@ class Helm(Task):
             scored = reading.score_choices([sample.choices for sample in samples])
             records = [_chosen(sample, options, tokenizer) for sample, options in zip(samples, scored, strict=True)]
         else:
-            sure = self.adapter.max_tokens <= SURE
+            sure = self.metric_names[0] == "exact_match" and self.adapter.max_tokens <= SURE
             before = reading.fork() if sure else None
             records = super().evaluate(reading, samples, tokenizer)
             if before is not None:
@@ -195,10 +195,10 @@ class Helm(Task):
         records = [{**record, "values": dict(record["values"])} for record in finished.records]
         values = {record["id"]: record["values"] for record in records}
         first = [record["values"] for record in records if "/" not in record["id"]]
-        right = self.metric_names[0]
         sure = [each for each in first if "max_prob" in each]
-        if sure and right == "exact_match":
-            for each, added in zip(sure, calibration([v["max_prob"] for v in sure], [v[right] for v in sure]), strict=True):
+        if sure:
+            probs, right = ([each[name] for each in sure] for name in ("max_prob", "exact_match"))
+            for each, added in zip(sure, calibration(probs, right), strict=True):
                 for name in CALIBRATION:
                     each.pop(name, None)
                 each.update(added)
@@ -267,9 +267,9 @@ def _chosen(sample: Sample, options: Sequence[Scored], tokenizer: Any) -> Record
 
 
 def _add_probabilities(before: Reading, records: Sequence[Record], tokenizer: Any) -> None:
-    """What the model gave to the tokens of each output, up to where it was cut; to the end token where nothing was said."""
+    """What the model gave to the tokens of each output, up to where it was cut; where nothing was said, to what ended it."""
     end = tokenizer.eos_token_id or 0
-    outputs = [_kept(record["trace"], record["output"], tokenizer) or [end] for record in records]
+    outputs = [_kept(record["trace"], record["output"], tokenizer) or record["trace"][:1] or [end] for record in records]
     for record, scored in zip(records, before.score(outputs), strict=True):
         record["values"]["max_prob"] = math.exp(min(0.0, scored.logprob))
         record["pieces"] = _pieces(scored.ids, scored.logprobs, tokenizer)
