@@ -6,6 +6,8 @@ import os
 import random
 import re
 import string
+import sys
+import types
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -445,6 +447,42 @@ def test_rows_for_examples_are_never_scored(tmp_path):
     assert len(none.data.scored) == 40
     short = Helm(scenarios=("gsm8k",), data_dir=str(tmp_path), max_train_instances=3, limit=5)
     assert short.samples(TOKENIZER) == few.samples(TOKENIZER)[:5], "a limit changes no sample"
+
+
+HUB = {
+    "xsum": {"document": "First line.\nSecond line.", "summary": "Lines."},
+    "cnn_dailymail": {"article": "word " * 600, "highlights": "One.\nTwo.", "id": "x"},
+    "copa": copa_row(1, idx=3),
+    "piqa": {"goal": "Open it", "sol1": "Push.", "sol2": "Wait.", "label": 1},
+    "boolq": {"question": "is it so", "passage": "It is so.", "label": 0, "idx": 1},
+    "openbookqa": {"question_stem": "Why", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "B"},
+    "hellaswag": {"activity_label": "Cooking", "ctx": "A pot boils.", "endings": ["a", "b"], "label": "1"},
+    "mmlu:art": {"question": "Who?", "choices": ["a", "b", "c"], "answer": 2, "subject": "art"},
+    "gsm8k": GOOD["gsm8k"],
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_rows_as_the_hub_has_them(name, monkeypatch):
+    asked = []
+
+    def load_dataset(dataset, config, split):
+        asked.append((dataset, config, split))
+        return [HUB[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    task = Helm(scenarios=(name,), hub=True, max_train_instances=1)
+    (sample,) = task.samples(TOKENIZER)
+    assert len(asked) == 2 and asked[0][2] != asked[1][2] and len(task.data.hash) == 32
+    assert sample.adapted.shots == 1 and sample.instance.answers
+    wanted = {
+        "xsum": "First line. Second line.",
+        "cnn_dailymail": " ".join(["word"] * 512),
+        "boolq": "It is so.\nQuestion: Is it so?",
+    }
+    assert sample.instance.text == wanted.get(name, sample.instance.text)
+    right = {"openbookqa": "b", "hellaswag": "b", "mmlu:art": "c", "piqa": "Wait.", "boolq": "No", "copa": "it broke."}
+    assert sample.answers[0] == right.get(name, sample.answers[0])
 
 
 @needs_data
