@@ -71,7 +71,7 @@ class Workbench:
 
     def _made(self, cell: Cell) -> tuple[list[Sample], list[str]]:
         if cell.comparison_id not in self._samples:
-            every = cell.task.samples(self.tokenizer)
+            every = cell.task.fitted(self.context).samples(self.tokenizer)
             names = [sample.id for sample in every]
             if not every or len(set(names)) < len(names):
                 raise SettingError(f"task {cell.task.name} must give at least one sample, and each an id of its own")

@@ -111,4 +111,4 @@ def test_your_own_config_folder_policy_and_task(tmp_path, monkeypatch, capsys):
     code, out, _ = kvlab("list", "policies", "--config-dir", "mine", capsys=capsys)
     assert re.search(r"^h2o_heavy +More heavy hitters\.$", out, re.MULTILINE)
     code, out, _ = kvlab("list", "experiments", "--config-dir", "mine", capsys=capsys)
-    assert [line.split()[0] for line in out.splitlines()] == ["demo", "fastgen", "founding_five", "founding_five_stream", "one"]
+    assert {"demo", "founding_five_stream", "one"} < {line.split()[0] for line in out.splitlines()}

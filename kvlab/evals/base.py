@@ -105,6 +105,10 @@ class Task:
         """The task with settings filled in that depend on the protocol."""
         return self
 
+    def fitted(self, context: int) -> Task:
+        """The task for a model that can read so many tokens, where its samples depend on that."""
+        return self
+
     def data_hash(self) -> str:
         """Hash of the data that samples are made of, part of a run's identity. Raises SettingError where it can't be read."""
         return ""
