@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `doctor`. Prints, and leaves the rest to the library."""
+"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `doctor`. The library does the rest."""
 
 from __future__ import annotations
 
@@ -131,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
 
+    scoring = add("score", _score, "score a benchmark's own output files")
+    scoring.add_argument("what", metavar="WHAT", help="the benchmark, such as longbench")
+    scoring.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with them")
+    scoring.add_argument(
+        "-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="an option of the benchmark's"
+    )
+
     listing = add("list", _list, "list what there is, one name a line")
     listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
@@ -228,6 +235,16 @@ def _table(options: argparse.Namespace) -> int:
 
     items = breakdown(options.where, options.by.split(",")) if options.by else compare(options.where, stored_references())
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
+    return 0
+
+
+def _score(options: argparse.Namespace) -> int:
+    from kvlab.score import SCORES
+
+    _check_what("benchmark", [options.what], SCORES)
+    if wrong := next((setting for setting in options.settings if "=" not in setting), None):
+        raise ValueError(f"-o {wrong}: use NAME=VALUE")
+    print(SCORES[options.what](options.paths, dict(setting.split("=", 1) for setting in options.settings)))
     return 0
 
 
