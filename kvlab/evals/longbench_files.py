@@ -16,6 +16,7 @@ import filelock
 from kvlab.evals.longbench_data import answers_problem, mini_rows
 from kvlab.evals.longbench_metrics import BUCKETS, SCORES, bucket, need, score
 from kvlab.evals.rows import Row, numbered, sorted_out
+from kvlab.paths import BENCHMARK_FILES
 from kvlab.settings import SettingError
 
 Prediction = Mapping[str, Any]
@@ -93,6 +94,7 @@ def write_predictions(folder: Path, name: str, rows: Sequence[Prediction]) -> No
     Cells of several datasets fill one folder, at once where several processes run; a lock lets them take turns.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / BENCHMARK_FILES).touch()
     with filelock.FileLock(folder / ".lock"):
         _write(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         _write(folder / "result.json", json.dumps(_result(folder), ensure_ascii=False, indent=4) + "\n")
