@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `list`, `bench`, `analyze`, `lm_eval`, `doctor`. The rest is the library's."""
+"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `lm_eval`, `doctor`. Prints, no more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ EXAMPLES = """examples:
   kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
   kvlab table outputs/runs --format latex                    the same table again
   kvlab list policies                                        what there is
+  kvlab score longbench pred/my-model                        a benchmark's own output files
+  kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
   kvlab bench decode                                         speed against transformers' own cache
   kvlab analyze heads                                        what a model's attention looks like
   kvlab doctor                                               what this machine can run, and why not
@@ -67,6 +69,13 @@ ANALYZE_EXAMPLES = """examples:
   kvlab analyze --model path/to/model --device cuda --dtype bfloat16 --output outputs/mine
 """
 
+
+SCORE_EXAMPLES = """examples:
+  kvlab score longbench pred/my-model                    LongBench's own prediction files, also MiniLongBench's
+  kvlab score longbench pred_e/my-model -o by=length     by LongBench-E's lengths
+  kvlab score alpaca annotations.json                    win rates, also length-controlled
+  kvlab score helm outputs/runs                          scenarios against policies, with mean win rates
+"""
 
 LM_EVAL_EXAMPLES = """--model_args are settings of `kvlab run`: model, policy, budget.ratio (or ratio), protocol ...
 Everything else is lm-eval's own: `kvlab lm_eval run --help`, `kvlab lm_eval ls tasks`. As a sweep, with results that go on
@@ -144,6 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
 
     table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
+
+    scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
+    scoring.add_argument("what", metavar="WHAT", help="longbench, alpaca, helm")
+    scoring.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with them")
+    scoring.add_argument(
+        "-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="an option of the benchmark's"
+    )
 
     listing = add("list", _list, "list what there is, one name a line")
     listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
@@ -250,6 +266,16 @@ def _table(options: argparse.Namespace) -> int:
         else compare(options.where, stored_references(), options.base)
     )
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
+    return 0
+
+
+def _score(options: argparse.Namespace) -> int:
+    from kvlab.score import SCORES
+
+    _check_what("benchmark", [options.what], SCORES)
+    if wrong := next((setting for setting in options.settings if "=" not in setting), None):
+        raise ValueError(f"-o {wrong}: use NAME=VALUE")
+    print(SCORES[options.what](options.paths, dict(setting.split("=", 1) for setting in options.settings)))
     return 0
 
 

@@ -6,6 +6,9 @@ Reads the environment at each call and creates nothing. Knows nothing about what
 import os
 from pathlib import Path
 
+BENCHMARK_FILES = ".benchmark"
+"""A folder with this file in it holds a benchmark's own files: a `result.json` there isn't a cell's."""
+
 
 def cache_dir() -> Path:
     """Folder for what can be made again: `KVLAB_CACHE_DIR`, else `kvlab` in `XDG_CACHE_HOME`, else `~/.cache/kvlab`."""

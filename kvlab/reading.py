@@ -164,16 +164,24 @@ class Reading:
         self.feed.take(rows)
         return replace(self, last=tuple(self.last[row] for row in rows))
 
-    def generate(self, max_new_tokens: int, tokenizer: Any = None, stop: Sequence[str] = (), **options: Any) -> list[list[int]]:
+    def generate(
+        self,
+        max_new_tokens: int,
+        tokenizer: Any = None,
+        stop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        **options: Any,
+    ) -> list[list[int]]:
         """New token ids of each prompt, without the end token; greedy unless `options` say otherwise (as `generate` has them).
 
         stop  strings that end a text, which need the tokenizer
+        ends  token ids that end a text, besides the model's own
         What the model's own generation config asks for (penalties, temperatures) is left aside.
         """
         feed = self.feed
         last = torch.tensor(self.last, device=feed.ids.device)[:, None]
         ids, mask = torch.cat([feed.ids, last], 1), torch.cat([feed.mask, torch.ones_like(last)], 1)
-        ends = _end_tokens(feed.model)
+        ends = [*_end_tokens(feed.model), *ends]
         settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": feed.pad_id, **options}
         config = GenerationConfig(eos_token_id=ends or None, stop_strings=list(stop) or None, **settings)
         with _no_generation_config(feed.model):
@@ -252,7 +260,7 @@ class WholeTexts(Reading):
             scored.append(Scored(tuple(gold), found.tolist(), logprobs.argmax(-1).tolist()))
         return scored
 
-    def generate(self, max_new_tokens: int, tokenizer: Any = None, stop: Sequence[str] = (), **options: Any) -> list[list[int]]:
+    def generate(self, max_new_tokens: int, tokenizer: Any = None, *_: Any, **options: Any) -> list[list[int]]:
         """Refused: a mask needs the whole text."""
         raise ValueError("a simulated eviction can't generate, since its mask needs the whole text; use protocol=prompt")
 

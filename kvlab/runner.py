@@ -16,9 +16,10 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(timespec="seconds"),
         "wall_s": round(time.time() - started, 2),
         "seed": cell.seed,
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy", "hydra-core")},
+        "versions": _versions("torch", "transformers", "numpy", "hydra-core", *cell.task.packages),
         "python": platform.python_version(),
         "kvlab": kvlab.__version__,
         "git_commit": git_commit(),
@@ -291,6 +292,15 @@ def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _versions(*names: str) -> dict[str, str]:
+    """Of those packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @cache

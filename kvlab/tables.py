@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from kvlab.hints import did_you_mean
 from kvlab.metrics import Difference, at_chance, compare_records
-from kvlab.paths import conf_dir
+from kvlab.paths import BENCHMARK_FILES, conf_dir
 from kvlab.results import SCHEMA, read_records
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def find_cells(where: Where) -> list[Path]:
         anchor = Path(place.anchor)
         starts = [place] if place.exists() else anchor.glob(str(place.relative_to(anchor)))
         files = [file for start in starts for file in ([start] if start.is_file() else start.rglob("result.json"))]
+        files = [file for file in files if not (file.parent / BENCHMARK_FILES).exists()]
         here = {file.parent.resolve(): file.parent for file in files if file.name == "result.json"}
         if not here:
             raise ValueError(f"no results in {place}: run `kvlab run ...` first, or name the folder it wrote to")

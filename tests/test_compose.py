@@ -6,15 +6,21 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+import made_up
 from kvlab.cells import GROUPS, Cell
 from kvlab.choices import choices
 from kvlab.compose import run_hydra
+from kvlab.launcher import _spread
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_names
 from kvlab.tables import stored_references
 from running import kvlab, results
 
-NEEDED = {("model", "path"): ["model.path=tiny/model"], ("task", "prompts"): ["task.file=rows.jsonl"]}
+NEEDED = {
+    ("model", "path"): ["model.path=tiny/model"],
+    ("task", "prompts"): ["task.file=rows.jsonl"],
+    ("task", "longbench"): ["task.tasks=[trec]"],
+}
 
 
 def composed(*arguments):
@@ -43,6 +49,8 @@ def test_there_is_a_folder_for_every_group_and_a_group_for_every_folder():
 def test_every_choice_makes_a_cell(group, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
+    made_up.longbench(tmp_path / "data")
+    monkeypatch.setenv("KVLAB_DATA_DIR", str(tmp_path / "data"))
     protocol = ["protocol=prompt"] if (group, name) != ("protocol", "stream") else []
     configs = composed(
         f"{group}={name}" if group not in ("experiment", "debug") else f"{group}={name}",
@@ -50,7 +58,7 @@ def test_every_choice_makes_a_cell(group, name, tmp_path, monkeypatch):
         *protocol,
     )
     assert configs
-    for config in configs:
+    for config in (cell for every in configs for cell in _spread(every)):
         cell = Cell.of(config)
         assert cell.run_id and cell.folder.parts[0] == "outputs"
         assert cell.comparison_id == Cell.of(config).comparison_id
@@ -111,4 +119,4 @@ def test_your_own_config_folder_policy_and_task(tmp_path, monkeypatch, capsys):
     code, out, _ = kvlab("list", "policies", "--config-dir", "mine", capsys=capsys)
     assert re.search(r"^h2o_heavy +More heavy hitters\.$", out, re.MULTILINE)
     code, out, _ = kvlab("list", "experiments", "--config-dir", "mine", capsys=capsys)
-    assert {"demo", "founding_five_stream", "one"} < {line.split()[0] for line in out.splitlines()}
+    assert {"demo", "founding_five_stream", "longbench", "one"} <= {line.split()[0] for line in out.splitlines()}

@@ -95,6 +95,8 @@ class Task:
     """A setting that is a list, of which each item makes a cell of its own: the benchmark's tasks."""
     places: ClassVar[tuple[str, ...]] = ()
     """Settings that say where data is, and that `data_hash` stands for in a run's identity: moved data is the same data."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that numbers come from, whose versions results record."""
 
     @property
     def label(self) -> str:
@@ -122,6 +124,10 @@ class Task:
         """A line on each row of the data that could not be used; known once `samples` has been called."""
         return ()
 
+    def generation(self, tokenizer: Any) -> dict[str, Any]:
+        """Further options of `Reading.generate`, such as `ends` and `min_new_tokens`."""
+        return {}
+
     def grade(self, sample: Sample, output: str) -> dict[str, float]:
         """Values of an output."""
         return {}
@@ -141,7 +147,7 @@ class Task:
             for record, gold in zip(records, reading.fork().score([sample.gold for sample in samples]), strict=True):
                 record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
         if longest := max(sample.new_tokens for sample in samples):
-            outputs = reading.generate(longest, tokenizer, samples[0].stop)
+            outputs = reading.generate(longest, tokenizer, samples[0].stop, **self.generation(tokenizer))
             for record, sample, ids in zip(records, samples, outputs, strict=True):
                 record["trace"] = ids = ids[: sample.new_tokens]
                 record["output"] = until(tokenizer.decode(ids, skip_special_tokens=True), sample.stop)

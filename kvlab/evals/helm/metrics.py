@@ -61,7 +61,7 @@ def final_number_exact_match(gold: str, output: str) -> float:
 @cache
 def _scorer(kind: str) -> Any:
     try:
-        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+        from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise SettingError("HELM's ROUGE needs the package rouge-score: pip install 'kvlab[evals]'") from None
     return RougeScorer([kind], use_stemmer=True)
