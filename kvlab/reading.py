@@ -150,14 +150,18 @@ class Reading:
         return scored
 
     def score_choices(self, choices: Sequence[Sequence[Sequence[int]]]) -> list[list[Scored]]:
-        """Log-probabilities of several continuations of each prompt, each on a fork, so that their order can't matter."""
-        results: list[list[Scored]] = [[] for _ in choices]
-        for number in range(max(len(options) for options in choices)):
-            rows = [row for row, options in enumerate(choices) if number < len(options)]
-            fork = self.fork().take(rows)
-            for row, scored in zip(rows, fork.score([choices[row][number] for row in rows]), strict=True):
-                results[row].append(scored)
-        return results
+        """Log-probabilities of several continuations of each prompt, each on a fork, so that their order can't matter.
+
+        Those of about the same length are scored together, whichever prompts they follow, as pads cost as much as tokens.
+        """
+        pairs = [(row, number) for row, options in enumerate(choices) for number in range(len(options))]
+        pairs.sort(key=lambda pair: -len(choices[pair[0]][pair[1]]))
+        found: dict[tuple[int, int], Scored] = {}
+        for start in range(0, len(pairs), len(choices)):
+            some = pairs[start : start + len(choices)]
+            fork = self.fork().take([row for row, _ in some])
+            found |= zip(some, fork.score([choices[row][number] for row, number in some]), strict=True)
+        return [[found[row, number] for number in range(len(options))] for row, options in enumerate(choices)]
 
     def take(self, rows: Sequence[int]) -> Reading:
         """Go on with these prompts alone."""
