@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvlab.evals.lm_source import find_source, load_leaves, quiet
+from kvlab.evals.harness.source import find_source, load_leaves, quiet
 from kvlab.lm_eval_model import register
 
 TOLERANCE = 1e-3

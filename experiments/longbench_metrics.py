@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlab.evals.longbench_files import read_predictions
-from kvlab.evals.longbench_metrics import FIRST_LINE, SCORES, score
+from kvlab.evals.longbench.files import read_predictions
+from kvlab.evals.longbench.metrics import FIRST_LINE, SCORES, score
 
 THEIRS = {
     "qa_f1": "qa_f1_score",

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from kvlab.cells import Cell
 from kvlab.compose import run_hydra
 from kvlab.evals import Record
-from kvlab.evals.lm_requests import Doc, Encoder, Requests, grouped, windows_of
-from kvlab.evals.lm_source import NEEDS, chat_template, find_source
+from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
+from kvlab.evals.harness.source import NEEDS, chat_template, find_source
 from kvlab.launcher import plain
 from kvlab.reading import Prompt
 from kvlab.runner import batches, evaluate

@@ -11,13 +11,13 @@ Scorer = Callable[[Sequence[str], Mapping[str, str]], str]
 
 
 def _longbench(paths: Sequence[str], options: Mapping[str, str]) -> str:
-    from kvlab.evals.longbench_files import score_table
+    from kvlab.evals.longbench.files import score_table
 
     return score_table(paths, options)
 
 
 def _alpaca(paths: Sequence[str], options: Mapping[str, str]) -> str:
-    from kvlab.evals.alpaca_report import report
+    from kvlab.evals.alpaca.report import report
 
     if options:
         raise SettingError(f"-o {next(iter(options))}: alpaca has no options")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvlab.evals.lm_recipes import MMLU, RECIPES
-from kvlab.evals.lm_tasks import own_tasks
+from kvlab.evals.harness.local_tasks import own_tasks
+from kvlab.evals.harness.recipes import MMLU, RECIPES
 
 
 def held(tasks, name):

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from conftest import shared_model
-from kvlab.evals import judges, task_class
-from kvlab.evals.alpaca import Alpaca
-from kvlab.evals.alpaca_files import Output
-from kvlab.evals.endpoint import EndpointJudge
-from kvlab.evals.judges import LocalJudge, Verdict, compare, model_first
-from kvlab.evals.verdicts import FILE, Annotations, Pair, annotate, doubts
+from kvlab.evals import task_class
+from kvlab.evals.alpaca import judges
+from kvlab.evals.alpaca.endpoint import EndpointJudge
+from kvlab.evals.alpaca.files import Output
+from kvlab.evals.alpaca.judges import LocalJudge, Verdict, compare, model_first
+from kvlab.evals.alpaca.task import Alpaca
+from kvlab.evals.alpaca.verdicts import FILE, Annotations, Pair, annotate, doubts
 from kvlab.settings import SettingError, build
 from kvlab.tiny import tiny_tokenizer
 from running import kvlab, results, sample_lines

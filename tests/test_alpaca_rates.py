@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from kvlab.evals import length_control as lc
-from kvlab.evals.alpaca_report import report
-from kvlab.evals.win_rates import discrete, win_of, win_rates
+from kvlab.evals.alpaca import length_control as lc
+from kvlab.evals.alpaca.report import report
+from kvlab.evals.alpaca.win_rates import discrete, win_of, win_rates
 from kvlab.settings import SettingError
 
 DATA = Path(os.environ.get("KVLAB_DATA_DIR") or "/nowhere") / "alpaca_eval"

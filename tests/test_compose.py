@@ -20,6 +20,8 @@ NEEDED = {
     ("model", "path"): ["model.path=tiny/model"],
     ("task", "prompts"): ["task.file=rows.jsonl"],
     ("task", "longbench"): ["task.tasks=[trec]"],
+    ("task", "lm_eval"): ["task.tasks=[copa]"],
+    ("task", "helm"): ["task.scenarios=[xsum]"],
 }
 
 
@@ -35,6 +37,14 @@ def composed(*arguments):
     return found
 
 
+@pytest.fixture(scope="session")
+def benchmarks(tmp_path_factory):
+    """A data folder for all of them."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    made_up.everything(folder)
+    return folder
+
+
 def every_choice():
     return [(group, name) for group in GROUPS if group != "launcher" for name in choices(group)]
 
@@ -46,11 +56,10 @@ def test_there_is_a_folder_for_every_group_and_a_group_for_every_folder():
 
 
 @pytest.mark.parametrize(("group", "name"), every_choice())
-def test_every_choice_makes_a_cell(group, name, tmp_path, monkeypatch):
+def test_every_choice_makes_a_cell(group, name, benchmarks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
-    made_up.longbench(tmp_path / "data")
-    monkeypatch.setenv("KVLAB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("KVLAB_DATA_DIR", str(benchmarks))
     protocol = ["protocol=prompt"] if (group, name) != ("protocol", "stream") else []
     configs = composed(
         f"{group}={name}" if group not in ("experiment", "debug") else f"{group}={name}",

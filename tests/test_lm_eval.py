@@ -13,9 +13,9 @@ import torch
 
 from conftest import shared_model
 from kvlab import Budget, attach, make_policy
-from kvlab.evals.lm_harness import LmEval
-from kvlab.evals.lm_requests import Doc, Encoder, Requests, grouped, windows_of
-from kvlab.evals.lm_source import load_leaves
+from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
+from kvlab.evals.harness.source import load_leaves
+from kvlab.evals.harness.task import LmEval
 from kvlab.lm_eval_model import cell_of, register
 from kvlab.protocol import PromptProtocol, Reader, Stream
 from kvlab.runner import batches

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.evals.lm_tasks import known_tasks, local_tasks, mmlu_groups, own_tasks
+from kvlab.evals.harness.local_tasks import known_tasks, local_tasks, mmlu_groups, own_tasks
 from kvlab.settings import SettingError
 from lm_local import held, index, loaded, own_task, requests, without_place
 

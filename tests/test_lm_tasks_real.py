@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.evals.lm_recipes import RECIPES
-from kvlab.evals.lm_tasks import local_tasks
+from kvlab.evals.harness.local_tasks import local_tasks
+from kvlab.evals.harness.recipes import RECIPES
 from lm_local import held, loaded, requests
 
 FOLDER = Path(os.environ.get("KVLAB_DATA_DIR", "none")).expanduser()

@@ -14,11 +14,11 @@ import torch
 
 from conftest import shared_model
 from kvlab import attach, make_policy
-from kvlab.evals import longbench_metrics as metrics
-from kvlab.evals.longbench import LongBench
-from kvlab.evals.longbench_data import DATASETS, E_DATASETS, LENGTHS, PROMPTS, mini_rows
-from kvlab.evals.longbench_files import read_predictions, total, v2_totals
-from kvlab.evals.longbench_prompts import Filled, fill, fill_v2, to_prompt, without_middle
+from kvlab.evals.longbench import metrics
+from kvlab.evals.longbench.data import DATASETS, E_DATASETS, LENGTHS, PROMPTS, mini_rows
+from kvlab.evals.longbench.files import read_predictions, total, v2_totals
+from kvlab.evals.longbench.prompts import Filled, fill, fill_v2, to_prompt, without_middle
+from kvlab.evals.longbench.task import LongBench
 from kvlab.protocol import PromptProtocol, Reader
 from kvlab.reading import Prompt
 from kvlab.settings import SettingError

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from kvlab.evals.base import Finished, Record, Sample, register_task
-from kvlab.evals.lm_requests import Doc, Encoder, Requests, grouped, windows_of
-from kvlab.evals.lm_results import Work, aggregated, document_values, gold_choice
-from kvlab.evals.lm_source import Source, chat_template, find_source, load_leaves, quiet
+from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
+from kvlab.evals.harness.results import Work, aggregated, document_values, gold_choice
+from kvlab.evals.harness.source import Source, chat_template, find_source, load_leaves, quiet
 from kvlab.evals.rows import BadRow, BadRows
 from kvlab.metrics import Metric, make_metric
 from kvlab.protocol import Protocol

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab.evals.length_control import LengthControl
+from kvlab.evals.alpaca.length_control import LengthControl
+from kvlab.evals.alpaca.win_rates import WinRates
 from kvlab.evals.rows import missing, numbered
-from kvlab.evals.win_rates import WinRates
 from kvlab.settings import SettingError
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlab.evals import length_control as lc
+from kvlab.evals.alpaca import length_control as lc
+from kvlab.evals.alpaca.win_rates import win_of, win_rates
 from kvlab.evals.rows import table_rows
-from kvlab.evals.win_rates import win_of, win_rates
 from kvlab.paths import data_dir
 from kvlab.settings import SettingError
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from kvlab.evals.lm_docs import Convert, Doc, Values
-from kvlab.evals.lm_recipes import MMLU, RECIPES, Recipe, mmlu_subject
-from kvlab.evals.lm_sources import Source
+from kvlab.evals.harness.documents import Convert, Doc, Values
+from kvlab.evals.harness.raw_files import Source
+from kvlab.evals.harness.recipes import MMLU, RECIPES, Recipe, mmlu_subject
 from kvlab.evals.rows import BadRow, BadRows, Row, sorted_out
 from kvlab.evals.texts import text_hash
 from kvlab.hints import did_you_mean

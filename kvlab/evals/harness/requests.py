@@ -1,6 +1,6 @@
 """lm-eval's requests as prompts and continuations: tokenised and cut as its own Hugging Face model does, grouped by context.
 
-Knows lm-eval's conventions, none of its classes: `lm_harness.py` (lm-eval's tasks in kvlab's loop) and `kvlab.lm_eval_model`
+Knows lm-eval's conventions, none of its classes: `task.py` (lm-eval's tasks in kvlab's loop) and `kvlab.lm_eval_model`
 (kvlab as a model in lm-eval's) both ask through this.
 """
 

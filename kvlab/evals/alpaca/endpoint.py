@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from kvlab.evals.judges import LABELS, WORDING, Verdict, question
+from kvlab.evals.alpaca.judges import LABELS, WORDING, Verdict, question
 from kvlab.settings import SettingError
 
 TOKENS = 8

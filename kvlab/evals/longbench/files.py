@@ -13,8 +13,8 @@ from typing import Any
 
 import filelock
 
-from kvlab.evals.longbench_data import answers_problem, mini_rows
-from kvlab.evals.longbench_metrics import BUCKETS, SCORES, bucket, need, score
+from kvlab.evals.longbench.data import answers_problem, mini_rows
+from kvlab.evals.longbench.metrics import BUCKETS, SCORES, bucket, need, score
 from kvlab.evals.rows import Row, numbered, sorted_out
 from kvlab.paths import BENCHMARK_FILES
 from kvlab.settings import SettingError

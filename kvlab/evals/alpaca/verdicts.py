@@ -13,9 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvlab.evals.alpaca_files import Output
-from kvlab.evals.judges import Judge, Orders, compare
-from kvlab.evals.win_rates import discrete, win_of
+from kvlab.evals.alpaca.files import Output
+from kvlab.evals.alpaca.judges import Judge, Orders, compare
+from kvlab.evals.alpaca.win_rates import discrete, win_of
 
 Annotation = dict[str, Any]
 """A verdict as a line of a file: id, key, preference, first, raw (see `judges.Compared`), judge, parameters (of its model)."""

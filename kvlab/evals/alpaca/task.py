@@ -12,16 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from kvlab.evals import length_control as lc
-from kvlab.evals.alpaca_files import Output, read_outputs, safe, write_json, write_leaderboard
+from kvlab.evals.alpaca import length_control as lc
+from kvlab.evals.alpaca.endpoint import EndpointJudge
+from kvlab.evals.alpaca.files import Output, read_outputs, safe, write_json, write_leaderboard
+from kvlab.evals.alpaca.judges import Judge, LocalJudge, Orders
+from kvlab.evals.alpaca.verdicts import Pair, annotate, annotation_rows, doubts, stored, values_of
+from kvlab.evals.alpaca.win_rates import win_rates
 from kvlab.evals.base import Finished, Record, Sample, Task, register_task
 from kvlab.evals.chat import make_prompt, uses_chat
-from kvlab.evals.endpoint import EndpointJudge
-from kvlab.evals.judges import Judge, LocalJudge, Orders
 from kvlab.evals.rows import BadRows, Row, Rows, missing, read_rows
 from kvlab.evals.texts import existing_file, file_hash, text_hash
-from kvlab.evals.verdicts import Pair, annotate, annotation_rows, doubts, stored, values_of
-from kvlab.evals.win_rates import win_rates
 from kvlab.metrics import Metric, make_metric
 from kvlab.paths import data_dir
 from kvlab.settings import SettingError

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvlab.evals.lm_tasks import known_tasks, local_tasks
+from kvlab.evals.harness.local_tasks import known_tasks, local_tasks
 from kvlab.evals.rows import BadRows
 from kvlab.hints import did_you_mean
 from kvlab.paths import data_dir as data_folder

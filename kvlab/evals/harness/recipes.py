@@ -1,4 +1,4 @@
-"""How each of lm-eval's tasks is made of files in a data folder. A further task is an entry here and a function in lm_docs."""
+"""How lm-eval's tasks are made of files in a data folder. A further one is an entry here and a function in `documents.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvlab.evals import lm_docs
-from kvlab.evals.lm_docs import Convert
-from kvlab.evals.lm_sources import Source, table, table_in, table_with_labels, wiki_pages, zipped_csv
+from kvlab.evals.harness import documents
+from kvlab.evals.harness.documents import Convert
+from kvlab.evals.harness.raw_files import Source, table, table_in, table_with_labels, wiki_pages, zipped_csv
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ _HELLASWAG = table_in("hellaswag/hellaswag.json", "dev")
 _WINOGRANDE = table("llm_adapters_commonsense/winogrande_test.json")
 
 RECIPES: dict[str, Recipe] = {
-    "copa": _superglue("copa", "super_glue/copa", lm_docs.copa),
-    "rte": _superglue("rte", "glue/rte", lm_docs.glue_rte),
-    "sglue_rte": _superglue("rte", "super_glue/rte", lm_docs.sglue_rte),
-    "boolq": _superglue("boolq", "super_glue/boolq", lm_docs.boolq),
-    "cb": _superglue("cb", "super_glue/cb", lm_docs.cb),
-    "piqa": Recipe("piqa", "validation", _PIQA, lm_docs.piqa),
-    "openbookqa": _instructed("openbookqa", "openbookqa", lm_docs.openbookqa),
-    "arc_easy": _instructed("arc_easy", "arc", lm_docs.arc),
-    "arc_challenge": _instructed("arc_challenge", "arc", lm_docs.arc),
-    "winogrande": Recipe("winogrande", "validation", _WINOGRANDE, lm_docs.winogrande),
-    "mathqa": Recipe("mathqa", "test", table("llm_adapters_commonsense/mathqa_test.json"), lm_docs.mathqa),
+    "copa": _superglue("copa", "super_glue/copa", documents.copa),
+    "rte": _superglue("rte", "glue/rte", documents.glue_rte),
+    "sglue_rte": _superglue("rte", "super_glue/rte", documents.sglue_rte),
+    "boolq": _superglue("boolq", "super_glue/boolq", documents.boolq),
+    "cb": _superglue("cb", "super_glue/cb", documents.cb),
+    "piqa": Recipe("piqa", "validation", _PIQA, documents.piqa),
+    "openbookqa": _instructed("openbookqa", "openbookqa", documents.openbookqa),
+    "arc_easy": _instructed("arc_easy", "arc", documents.arc),
+    "arc_challenge": _instructed("arc_challenge", "arc", documents.arc),
+    "winogrande": Recipe("winogrande", "validation", _WINOGRANDE, documents.winogrande),
+    "mathqa": Recipe("mathqa", "test", table("llm_adapters_commonsense/mathqa_test.json"), documents.mathqa),
     # The activity is missing, so what lm-eval's own process_docs makes begins with ': ', which is cut off.
-    "hellaswag": Recipe("hellaswag", "validation", _HELLASWAG, lm_docs.hellaswag, changes={"doc_to_text": "{{query[2:]}}"}),
-    "lambada_openai": Recipe("lambada", "test", table("lambada/lambada_test.jsonl"), lm_docs.lambada),
-    "gsm8k": Recipe("gsm8k", "test", table("gsm8k/test.jsonl"), lm_docs.gsm8k),
-    "wikitext": Recipe("wikitext", "test", wiki_pages("wikitext2/test.txt"), lm_docs.wikitext, shot_split=None),
+    "hellaswag": Recipe("hellaswag", "validation", _HELLASWAG, documents.hellaswag, changes={"doc_to_text": "{{query[2:]}}"}),
+    "lambada_openai": Recipe("lambada", "test", table("lambada/lambada_test.jsonl"), documents.lambada),
+    "gsm8k": Recipe("gsm8k", "test", table("gsm8k/test.jsonl"), documents.gsm8k),
+    "wikitext": Recipe("wikitext", "test", wiki_pages("wikitext2/test.txt"), documents.wikitext, shot_split=None),
 }
 """By lm-eval's names."""
 MMLU = "mmlu/default"
@@ -72,4 +72,4 @@ def mmlu_subject(subject: str) -> Recipe:
     """How the task of one of MMLU's subjects is made; its examples are those of the file `dev`."""
     columns = ("question", "A", "B", "C", "D", "answer")
     test, dev = (zipped_csv("mmlu/mmlu.zip", f"{split}/{subject}_{split}.csv", columns) for split in ("test", "dev"))
-    return Recipe(MMLU, "test", test, lm_docs.mmlu(subject), dev, "dev")
+    return Recipe(MMLU, "test", test, documents.mmlu(subject), dev, "dev")

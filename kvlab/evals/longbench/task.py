@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from kvlab.evals.base import Finished, Record, Sample, Task, mean_metrics, register_task
 from kvlab.evals.chat import answer_ids, uses_chat
-from kvlab.evals.longbench_data import (
+from kvlab.evals.longbench.data import (
     LENGTHS,
     PROMPTS,
     Version,
@@ -27,9 +27,9 @@ from kvlab.evals.longbench_data import (
     rows_file,
     v2_template,
 )
-from kvlab.evals.longbench_files import write_predictions
-from kvlab.evals.longbench_metrics import BUCKETS, bucket, letter, need, score
-from kvlab.evals.longbench_prompts import OWN_V2_TEMPLATE, Filled, fill, fill_mini, fill_v2, to_prompt, without_middle
+from kvlab.evals.longbench.files import write_predictions
+from kvlab.evals.longbench.metrics import BUCKETS, bucket, letter, need, score
+from kvlab.evals.longbench.prompts import OWN_V2_TEMPLATE, Filled, fill, fill_mini, fill_v2, to_prompt, without_middle
 from kvlab.evals.rows import BadRows, Row, Rows, sorted_out
 from kvlab.evals.texts import file_hash
 from kvlab.metrics import Metric, make_metric

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from kvlab.evals.longbench_metrics import SCORES, paragraph
+from kvlab.evals.longbench.metrics import SCORES, paragraph
 from kvlab.evals.rows import Row, missing, numbered
 from kvlab.hints import did_you_mean
 from kvlab.paths import cache_dir, data_dir
