@@ -34,12 +34,12 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     model, tokenizer = bench.shape
     every = bench.samples(cell)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    prompts = sum(len(sample.prompt.ids) for sample in every) / len(every)
-    after = sum(cell.protocol.held(s.prompt) + max(len(s.gold), s.new_tokens) for s in every) / len(every)
+    prompts = sum(len(prompt.ids) for sample in every for prompt in sample.prompts) / len(every)
+    after = sum(sum(map(cell.protocol.held, sample.prompts)) + sample.work for sample in every) / len(every)
     rows = min(cell.runtime.batch_size, len(every))
     with attach(model, cell.at_work["policy"], cell.at_work["budget"], tokenizer=tokenizer) as session:
         plan = session.plan
-        held = plan.budget.resolve([round(prompts)], plan.layers, new_tokens=0)
+        held = plan.budget.resolve([max(1, round(prompts))], plan.layers, new_tokens=0)
         tokens = min(prompts, held[0]) if held else prompts + after
         kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in plan.layers)
     steps = after if cell.protocol.compresses else prompts + after

@@ -235,6 +235,7 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
     memory: dict[str, Any] = {name: statistics.fmean(record["memory"][name] for record in records) for name in names}
     seen = sum(record["memory"]["seen"] for record in records)
     memory["kept_fraction"] = sum(record["memory"]["kept"] for record in records) / seen if seen else 1.0
+    prompts = [prompt.ids for sample in samples for prompt in sample.prompts]
     return {
         "main_metric": main,
         "metrics": metrics,
@@ -243,8 +244,10 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
         "query_aware": any(record["query_aware"] for record in records),
         "prompts": {
             "samples": len(samples),
-            "tokens": sum(len(sample.prompt.ids) for sample in samples),
-            "hash": hashlib.blake2b(repr([sample.prompt.ids for sample in samples]).encode(), digest_size=8).hexdigest(),
+            "tokens": sum(len(prompt.ids) for sample in samples for prompt in sample.prompts),
+            "hash": hashlib.blake2b(
+                repr([p.ids for sample in samples for p in sample.prompts]).encode(), digest_size=8
+            ).hexdigest(),
         },
     }
 

@@ -60,6 +60,11 @@ class Sample:
         return max(len(self.gold), self.new_tokens, max(map(len, self.choices), default=0))
 
     @property
+    def work(self) -> int:
+        """Tokens that are scored or generated in all, for estimates."""
+        return len(self.gold) + self.new_tokens + sum(map(len, self.choices))
+
+    @property
     def tokens(self) -> int:
         """Most tokens that the model will have seen."""
         return max(len(prompt.ids) for prompt in self.prompts) + self.after

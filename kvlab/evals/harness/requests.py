@@ -32,16 +32,21 @@ class Part:
 class Doc(Sample):
     """All requests of one document. Requests with the same context share its prompt.
 
-    work  what the task needs to turn results into values
+    source  what the task needs to turn results into values
     """
 
     parts: tuple[Part, ...] = ()
-    work: Any = field(default=None, compare=False, repr=False)
+    source: Any = field(default=None, compare=False, repr=False)
 
     @property
     def after(self) -> int:
         """Most tokens that are scored or generated after a prompt."""
         return max(super().after, *(len(part.ids) for part in self.parts), 0)
+
+    @property
+    def work(self) -> int:
+        """Tokens that are scored or generated in all."""
+        return super().work + sum(len(part.ids) for part in self.parts)
 
     @property
     def tokens(self) -> int:

@@ -162,7 +162,7 @@ class LmEval(Requests):
         gold = gold_choice(leaf, doc) if leaf.OUTPUT_TYPE == "multiple_choice" else 0
         work = Work(leaf, doc, instances, gold)
         fields = {"subtask": name.rpartition("/")[0], "row": doc.get("kvlab_row"), **settings.pop("fields")}
-        return Doc(name, where=str(doc.get("kvlab_row") or ""), fields=fields, work=work, **settings)
+        return Doc(name, where=str(doc.get("kvlab_row") or ""), fields=fields, source=work, **settings)
 
     def _scored(self, leaf: Any, instances: list[Any], encoder: Encoder) -> dict[str, Any]:
         """Continuations of contexts."""
@@ -209,7 +209,7 @@ class LmEval(Requests):
         records = super().evaluate(reading, samples, tokenizer)
         for record, sample in zip(records, samples, strict=True):
             assert isinstance(sample, Doc)
-            values, raw = document_values(sample.work, record)
+            values, raw = document_values(sample.source, record)
             record["values"] |= values
             if raw:
                 record["raw"] = raw
