@@ -244,10 +244,8 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
         "query_aware": any(record["query_aware"] for record in records),
         "prompts": {
             "samples": len(samples),
-            "tokens": sum(len(prompt.ids) for sample in samples for prompt in sample.prompts),
-            "hash": hashlib.blake2b(
-                repr([p.ids for sample in samples for p in sample.prompts]).encode(), digest_size=8
-            ).hexdigest(),
+            "tokens": sum(map(len, prompts)),
+            "hash": hashlib.blake2b(repr(prompts).encode(), digest_size=8).hexdigest(),
         },
     }
 
