@@ -314,6 +314,40 @@ def test_bad_documents_are_left_out_and_named(folder, tmp_path):
         lm_task(tmp_path, "my_bad", bad_rows="stop").samples(TOKENIZER)
 
 
+def test_what_a_task_file_asks_is_part_of_a_runs_identity(folder, tmp_path):
+    """Prompts and examples as well as documents; not where the data lies."""
+    moves = {"a": {}, "b": {}, "prompt": {"Question:": "Q:"}, "example": {"What came": "Who saw"}}
+    found = {}
+    for name, changes in moves.items():
+        place = tmp_path / name
+        place.mkdir()
+        for file in ("my_choice.yaml", "train.jsonl", "test.jsonl"):
+            text = (folder / file).read_text().replace(str(folder), str(place))
+            for old, new in changes.items() if file != "test.jsonl" else ():
+                text = text.replace(old, new)
+            (place / file).write_text(text)
+        found[name] = [lm_task(place, "my_choice", num_fewshot=shots).data_hash() for shots in (2, 0)]
+    assert found["a"] == found["b"] and len({shots for shots, _ in found.values()}) == 3
+    assert found["prompt"][1] != found["a"][1] == found["example"][1]
+
+
+def test_task_files_of_ones_own_count_beside_a_data_folder(folder, tmp_path):
+    (tmp_path / "data/superglue_copa").mkdir(parents=True)
+    doc = {"premise": "It rained.", "choice1": "It was wet.", "choice2": "It was dry.", "question": "effect", "label": 0}
+    for split in ("val", "train"):
+        (tmp_path / f"data/superglue_copa/{split}.jsonl").write_text(json.dumps(doc) + "\n")
+    hashes = set()
+    for number in range(2):
+        own = tmp_path / str(number)
+        own.mkdir()
+        text = (folder / "my_choice.yaml").read_text().replace("task: my_choice", "task: copa")
+        (own / "copa.yaml").write_text(text.replace("Question", f"Question {number}"))
+        task = LmEval(tasks=("copa",), data_dir=str(tmp_path / "data"), include_path=str(own))
+        assert TOKENIZER.decode(task.samples(TOKENIZER)[0].prompt.ids).startswith(f"<s>Question {number}")
+        hashes.add(task.data_hash())
+    assert len(hashes) == 2
+
+
 WRONG = {
     "no tasks": ({"tasks": ()}, "task.tasks must be given"),
     "nothing": ({"limit": 0}, "task.limit=0"),
