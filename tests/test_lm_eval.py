@@ -373,7 +373,11 @@ def test_whole_texts_need_a_protocol_without_a_prompt(folder, tmp_path, capsys):
     assert kvlab("run", *run) == 2
     assert "use protocol=stream" in capsys.readouterr().err
     assert kvlab("run", *run, "protocol=stream", "policy=full,h2o", "budget.ratio=0.5", "task.max_length=64") == 0
-    for result in results(tmp_path).values():
+    for cell, result in results(tmp_path).items():
+        # Of whole windows, not of the one token before them: the last token isn't read.
+        memory = [json.loads(line)["memory"] for line in sample_lines(tmp_path)[cell]]
+        assert all(held["seen"] > 20 * 4 for held in memory) and min(held["kv_bytes"] for held in memory) > 0
+        assert result["memory"]["kept_fraction"] == (1 if result["policy"] == "full" else pytest.approx(0.5, abs=0.03))
         assert result["main_metric"] == "word_perplexity" and set(result["metrics"]) >= {"word_perplexity", "bits_per_byte"}
         assert re.fullmatch(r"6 texts were read in several windows, each .* an empty cache", result["notes"][0])
 

@@ -130,7 +130,10 @@ def grouped(pairs: Sequence[tuple[int, Ids, Ids]]) -> tuple[tuple[Prompt, ...], 
 
 
 def score_parts(reading: Reading, docs: Sequence[Doc]) -> list[list[Scored]]:
-    """Each document's parts, scored on forks of the reading, whose rows are the documents' prompts in order."""
+    """Each document's parts, scored on forks of the reading, whose rows are the documents' prompts in order.
+
+    Whole texts, one to a row, move the reading itself on: what it then holds is what the text was read with.
+    """
     rows: list[list[Ids]] = [[] for doc in docs for _ in doc.prompts]
     places: list[list[tuple[int, int]]] = []
     first = 0
@@ -141,7 +144,10 @@ def score_parts(reading: Reading, docs: Sequence[Doc]) -> list[list[Scored]]:
             places[-1].append((row, len(rows[row])))
             rows[row].append(part.ids)
         first += len(doc.prompts)
-    scored = reading.score_choices(rows)
+    if rows and all(prompt.text_len for doc in docs for prompt in doc.prompts):
+        scored = [[text] for text in reading.score([ids for (ids,) in rows])]
+    else:
+        scored = reading.score_choices(rows)
     return [[scored[row][number] for row, number in own] for own in places]
 
 
