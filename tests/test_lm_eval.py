@@ -13,10 +13,11 @@ import torch
 
 from conftest import shared_model
 from kvlab import Budget, attach, make_policy
+from kvlab.budget import BudgetError
 from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.harness.source import load_leaves
 from kvlab.evals.harness.task import LmEval
-from kvlab.lm_eval_model import cell_of, register
+from kvlab.lm_eval_model import _with_local_tasks, cell_of, register
 from kvlab.protocol import PromptProtocol, Reader, Stream
 from kvlab.runner import batches
 from kvlab.settings import SettingError
@@ -202,6 +203,36 @@ def test_whole_texts_are_scored_from_lm_evals_side_too(folder):
     assert found == pytest.approx(wanted, rel=1e-6)
     with pytest.raises(SettingError, match="protocol=stream"):
         register()(model="tiny-llama").loglikelihood_rolling(leaf.instances)
+
+
+def test_lm_evals_command_line_finds_local_data_however_tasks_are_named(tmp_path, capsys):
+    for name in ("superglue_copa/val", "superglue_copa/train", "lambada/lambada_test"):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        doc = {"premise": "It rained.", "choice1": "Wet.", "choice2": "Dry.", "question": "effect", "label": 0, "text": "a b c"}
+        file.write_text(json.dumps(doc) + "\n" + json.dumps(doc) + "\n")
+    for given in (["--tasks", "copa"], ["--tasks=copa"], ["-t", "copa"], ["--tasks", "copa", "--limit", "1"]):
+        *start, option, folder = _with_local_tasks(given, str(tmp_path))
+        assert start[:2] == ["--tasks", "copa"] and start[2:] == given[2:] and option == "--include_path"
+        assert (Path(folder) / "copa.yaml").is_file()
+    # lm-eval's lambada is two tasks, of which one has data here; other tasks stay lm-eval's own.
+    *start, _, folder = _with_local_tasks(["-t", "lambada,triviaqa", "copa", "-L", "1"], str(tmp_path))
+    assert start == ["--tasks", "lambada_openai", "triviaqa", "copa", "-L", "1"]
+    assert {file.stem for file in Path(folder).iterdir()} == {"lambada_openai", "copa"}
+    for given in (["--tasks", "triviaqa"], ["ls", "tasks"], ["--tasks", "copa", "--include_path=there"]):
+        assert _with_local_tasks(given, str(tmp_path)) == given
+    assert "left out" not in capsys.readouterr().err
+    (tmp_path / "superglue_copa/val.jsonl").write_text(json.dumps(doc | {"label": 7}) + "\n" + json.dumps(doc) + "\n")
+    _with_local_tasks(["--tasks", "copa"], str(tmp_path))
+    assert "val.jsonl, row 1: label=7 isn't among the choices" in capsys.readouterr().err
+
+
+def test_a_budget_below_what_a_policy_protects_is_refused_from_lm_evals_side_too(folder):
+    leaf = load_leaves(lm_task(folder, "my_choice")._source, None)["my_choice"]
+    leaf.build_all_requests(limit=1)
+    lm = register()(model="tiny-llama", policy="streaming_llm", ratio=0.02)
+    with pytest.raises(BudgetError, match=r"budget.ratio=0.02 holds \d+ of the shortest prompt's"):
+        lm.loglikelihood(leaf.instances, disable_tqdm=True)
 
 
 # --------------------------------------------------------------------------------------------------- under eviction
