@@ -290,6 +290,21 @@ def test_prompts_with_several_contexts_are_several_rows(folder):
     assert [sum(len(sample.prompts) for sample in some) for some in batches(samples, 5)] == [4, 4, 4]
 
 
+def test_requests_after_nothing_are_batches_of_their_own():
+    """As where lm-eval asks for all its tasks at once: a prompt of one token leaves nothing to compress beside longer ones."""
+    encoder = Encoder(TOKENIZER)
+    docs = []
+    for number, context in enumerate(["", sentence(1), "", sentence(2)]):
+        prompts, parts = grouped([(0, *encoder.pair(context, " rain"))])
+        docs.append(Doc(f"d{number}", prompts[0], parts=parts))
+    together = [[doc.id for doc in some] for some in batches(docs, 3)]
+    assert sorted(map(sorted, together)) == [["d0", "d2"], ["d1", "d3"]]
+    with torch.inference_mode(), attach(shared_model("llama"), make_policy("h2o"), Budget(tokens=8)) as session:
+        for some in batches(docs, 3):
+            reading = Reader(session, PromptProtocol()).read([doc.prompt for doc in some])
+            assert all(record["loglikelihoods"][0][0] < 0 for record in Requests().evaluate(reading, some, TOKENIZER))
+
+
 def test_windows_say_where_the_cache_begins_anew():
     encoder = Encoder(TOKENIZER, max_length=16)
     text = sentence(1, 40)
@@ -300,6 +315,33 @@ def test_windows_say_where_the_cache_begins_anew():
     prompts, parts = windows_of(windows)
     assert [prompt.text_len for prompt in prompts] == [len(context) + len(scored) for context, scored in windows]
     assert {part.request for part in parts} == {0}
+
+
+def test_requests_without_a_question_are_no_choices(folder, tmp_path):
+    """lm-eval's acc_mutual_info asks for each choice a second time, after nothing."""
+    text = (folder / "my_choice.yaml").read_text().replace("task: my_choice", "task: my_mutual")
+    extra = METRIC.format("acc_mutual_info", "mean", "true")
+    (tmp_path / "my_mutual.yaml").write_text(text.rstrip() + "\n" + extra)
+    places = ((folder, "my_choice"), (tmp_path, "my_mutual"))
+    plain, mutual = (run(lm_task(place, name), protocol=Stream()) for place, name in places)
+    for a, b in zip(plain, mutual, strict=True):
+        assert len(b["loglikelihoods"]) == 2 * len(a["loglikelihoods"]) == 6 and "acc_mutual_info" in b["values"]
+        assert b["choice"] == a["choice"] and b["values"]["gold_logprob"] == pytest.approx(
+            a["values"]["gold_logprob"], abs=1e-5
+        )
+    assert any(b["loglikelihoods"][3:] > b["loglikelihoods"][:3] for b in mutual)
+
+
+def test_guessing_in_a_group_is_known_where_its_tasks_have_equally_many_choices(folder, tmp_path):
+    members = ["my_choice", "my_blank"]
+    for name in members:
+        (tmp_path / f"{name}.yaml").write_text((folder / f"{name}.yaml").read_text())
+    (tmp_path / "my_group.yaml").write_text(f"group: my_group\ntask: {members}\n")
+    alone = [lm_task(folder, name) for name in members]
+    assert [task.metrics(run(task))["acc"].chance for task in alone] == [pytest.approx(1 / 3), pytest.approx(1 / 2)]
+    group = lm_task(tmp_path, "my_group")
+    found = group.metrics(run(group))["acc"]
+    assert found.n == 12 and found.chance is None
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs
@@ -337,7 +379,7 @@ def test_bad_documents_are_left_out_and_named(folder, tmp_path):
     lines[2] = json.dumps(row(2) | {"choices": ["rain", "", "wind"]})
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
     text = (folder / "my_choice.yaml").read_text().replace(f"{folder}/test.jsonl", f"{tmp_path}/bad.jsonl")
-    (tmp_path / "bad.yaml").write_text(text.replace("task: my_choice", "task: my_bad").replace('"Question', '"Question'))
+    (tmp_path / "bad.yaml").write_text(text.replace("task: my_choice", "task: my_bad"))
     task = lm_task(tmp_path, "my_bad")
     assert len(task.samples(TOKENIZER)) == 5
     assert re.search(r"my_bad, document 1: the right answer 7 isn't among the choices", task.left_out[0])

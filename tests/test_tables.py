@@ -587,8 +587,8 @@ def test_a_base_leaves_the_other_warnings(disk, tmp_path):
 
 def test_a_metric_of_some_samples_is_broken_down_over_those(disk, tmp_path):
     samples = questions([1, 0, 1, 1])
-    for number, sample in enumerate(samples):
-        sample["fields"] = {"part": "ab"[number // 2]}
+    for place, sample in enumerate(samples):
+        sample["fields"] = {"part": "ab"[place // 2]}
     cell = disk(samples)
     result = json.loads((cell / "result.json").read_text())
     result["metrics"][result["main_metric"]]["some"] = True

@@ -143,9 +143,11 @@ class Task:
             scored = reading.score_choices([sample.choices for sample in samples])
             for record, sample, options in zip(records, samples, scored, strict=True):
                 add_choices(record, sample, options)
-        if samples[0].gold:
-            for record, gold in zip(records, reading.fork().score([sample.gold for sample in samples]), strict=True):
-                record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
+        if any(sample.gold for sample in samples):
+            scored = reading.score_choices([[sample.gold] if sample.gold else [] for sample in samples])
+            for record, golds in zip(records, scored, strict=True):
+                for gold in golds:
+                    record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
         if longest := max(sample.new_tokens for sample in samples):
             outputs = reading.generate(longest, tokenizer, samples[0].stop, **self.generation(tokenizer))
             for record, sample, ids in zip(records, samples, outputs, strict=True):

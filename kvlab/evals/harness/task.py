@@ -226,11 +226,13 @@ class LmEval(Requests):
     def metrics(self, records: Sequence[Record]) -> dict[str, Metric]:
         """lm-eval's metrics, those of a group over all its documents; the first of the task comes first."""
         found: dict[str, Metric] = {}
+        names = dict.fromkeys(name for record in records for name in (*record["values"], *record.get("raw", ())))
         for leaf in self._leaves.values():
-            for name in dict.fromkeys(name for record in records for name in (*record["values"], *record.get("raw", ()))):
+            for name in names:
                 metric = name.partition(":")[0]
                 if name not in found and metric in leaf.aggregation():
-                    found[name] = aggregated(leaf, metric, name, records)
+                    having = [other for other in self._leaves.values() if metric in other.aggregation()]
+                    found[name] = aggregated(having, metric, name, records)
         if any("gold_logprob" in record["values"] for record in records):
             found["gold_logprob"] = make_metric(records, "gold_logprob", "mean", "higher", some=True)
         return found
