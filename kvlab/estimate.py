@@ -34,9 +34,11 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     model, tokenizer = bench.shape
     every = bench.samples(cell)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    prompts = sum(len(sample.prompt.ids) for sample in every) / len(every)
-    after = sum(cell.protocol.held(s.prompt) + max(len(s.gold), s.new_tokens) for s in every) / len(every)
-    rows = min(cell.runtime.batch_size, len(every))
+    read = [(prompt, after) for s in every for prompt, after in zip(s.prompts, s.after_each, strict=True)]
+    samples = round(samples * len(read) / len(every))
+    prompts = sum(len(prompt.ids) for prompt, _ in read) / len(read)
+    after = sum(cell.protocol.held(prompt) + after for prompt, after in read) / len(read)
+    rows = min(cell.runtime.batch_size, len(read))
     with attach(model, cell.at_work["policy"], cell.at_work["budget"], tokenizer=tokenizer) as session:
         plan = session.plan
         held = plan.budget.resolve([round(prompts)], plan.layers, new_tokens=0)

@@ -151,7 +151,7 @@ def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMe
         torch.manual_seed(cell.seed)
         reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
         prompts = [replace(p, name=f"{s.id}#{n}" if n else s.id) for s in batch for n, p in enumerate(s.prompts)]
-        reading = reader.read(prompts, new_tokens=[sample.after for sample in batch for _ in sample.prompts])
+        reading = reader.read(prompts, new_tokens=[after for sample in batch for after in sample.after_each])
         speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
         # Rows that end early go on with the batch, so what generation holds is taken before it.
         memory = _memory(reading, batch) if batch[0].new_tokens else None

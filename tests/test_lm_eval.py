@@ -455,6 +455,18 @@ def test_whole_texts_need_a_protocol_without_a_prompt(folder, tmp_path, capsys):
         assert re.fullmatch(r"6 texts were read in several windows, each .* an empty cache", result["notes"][0])
 
 
+def test_a_budget_of_the_total_is_of_each_window(folder, tmp_path):
+    """The last window of a text is shorter than those before it."""
+    run = [*TINY, "task=lm_eval", "task.tasks=[my_text]", f"task.include_path={folder}", f"output_dir={tmp_path}"]
+    run += ["protocol=stream", "task.max_length=100", "policy=h2o", "budget.ratio=0.5", "budget.of=total"]
+    sample = replace(lm_task(folder, "my_text"), max_length=100).samples(TOKENIZER)[0]
+    assert len(set(sample.after_each)) > 1 and sample.after == max(sample.after_each)
+    assert kvlab("run", *run) == 0
+    (lines,) = sample_lines(tmp_path).values()
+    for held in (json.loads(line)["memory"] for line in lines):
+        assert held["kept"] / held["seen"] == pytest.approx(0.5, abs=0.02)
+
+
 def test_a_sampling_task_and_a_shared_cache_are_refused(folder, capsys):
     assert kvlab("lm_eval", "--model", "kvlab", "--tasks", "my_choice", "--use_cache", "somewhere") == 2
     assert "mixes up policies" in capsys.readouterr().err

@@ -60,6 +60,11 @@ class Sample:
         return max(len(self.gold), self.new_tokens, max(map(len, self.choices), default=0))
 
     @property
+    def after_each(self) -> tuple[int, ...]:
+        """Most tokens that come after each prompt."""
+        return (self.after,) * len(self.prompts)
+
+    @property
     def tokens(self) -> int:
         """Most tokens that the model will have seen."""
         return max(len(prompt.ids) for prompt in self.prompts) + self.after

@@ -41,7 +41,14 @@ class Doc(Sample):
     @property
     def after(self) -> int:
         """Most tokens that are scored or generated after a prompt."""
-        return max(super().after, *(len(part.ids) for part in self.parts), 0)
+        return max(self.after_each)
+
+    @property
+    def after_each(self) -> tuple[int, ...]:
+        """Windows of a text, and what follows the contexts of a question, may differ in length."""
+        generated = super().after
+        rows = range(len(self.prompts))
+        return tuple(max([generated, *(len(part.ids) for part in self.parts if part.row == row)]) for row in rows)
 
     @property
     def tokens(self) -> int:
