@@ -130,7 +130,8 @@ class Reading:
     def memory(self) -> tuple[list[RowMemory], int, int]:
         """What each sequence holds now, the peak of the batch, and its bookkeeping, in bytes."""
         memory = self.feed.cache.memory()
-        return self.feed.cache.memory_by_row(), memory.kv_bytes_peak, memory.state_bytes
+        nothing = [RowMemory(0, 0, 0, 0)] * len(self.last)  # prompts of one token, which is yet to be read
+        return self.feed.cache.memory_by_row() or nothing, memory.kv_bytes_peak, memory.state_bytes
 
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
         """Log-probabilities of one continuation for each prompt, read under eviction. The reading moves on with it."""

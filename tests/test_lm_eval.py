@@ -235,6 +235,21 @@ def test_a_budget_below_what_a_policy_protects_is_refused_from_lm_evals_side_too
         lm.loglikelihood(leaf.instances, disable_tqdm=True)
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_texts_after_nothing_are_scored_from_lm_evals_side_too(policy):
+    """Their prompt is the start token alone, beside others or all by themselves."""
+    from lm_eval.api.instance import Instance
+
+    def ask(*pairs):
+        asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+        return [logprob for logprob, _ in lm.loglikelihood(asked, disable_tqdm=True)]
+
+    lm = register()(model="tiny-llama", policy=policy, **{} if policy == "full" else {"budget": "tokens", "budget.tokens": 40})
+    alone = ask(("", "rain")), ask((sentence(1), " boat"))
+    assert ask(("", "rain"), (sentence(1), " boat")) == pytest.approx([*alone[0], *alone[1]], abs=1e-5)
+    assert lm.get_model_info()["kvlab_memory"]["seen"] > 0
+
+
 # --------------------------------------------------------------------------------------------------- under eviction
 
 
