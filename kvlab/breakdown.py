@@ -10,7 +10,7 @@ from typing import Any
 
 from kvlab.hints import did_you_mean
 from kvlab.metrics import make_metric
-from kvlab.tables import Samples, StoredCell, Where, better_of, error_of, main_metric, read_groups, samples_of
+from kvlab.tables import Samples, StoredCell, Where, better_of, error_of, having, main_metric, read_groups, samples_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _break_down(title: str, cells: Sequence[StoredCell], by: Sequence[str], know
     name, warnings = main_metric(cells), [f"{c.about}: failed: {error_of(c.facts)}" for c in cells if not c.ok]
     rows: list[Any] = []
     for cell in (cell for cell in cells if cell.ok):
-        samples = samples_of(cell, warnings)
+        samples = having(cell.metric(name), samples_of(cell, warnings))
         known.update(chain.from_iterable(sample.get("fields") or {} for sample in samples.values()))
         try:
             places = _places(cell.metric(name), samples, by)

@@ -260,6 +260,8 @@ def _table(options: argparse.Namespace) -> int:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
+    if options.by and options.base:
+        raise ValueError("--base compares and --by breaks down: give one of them")
     items = (
         breakdown(options.where, options.by.split(","))
         if options.by

@@ -34,9 +34,11 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     model, tokenizer = bench.shape
     every = bench.samples(cell)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    prompts = sum(len(prompt.ids) for sample in every for prompt in sample.prompts) / len(every)
-    after = sum(sum(map(cell.protocol.held, sample.prompts)) + sample.work for sample in every) / len(every)
-    rows = min(cell.runtime.batch_size, len(every))
+    read = [prompt for sample in every for prompt in sample.prompts]
+    samples = round(samples * len(read) / len(every))  # rows, from here on
+    prompts = sum(len(prompt.ids) for prompt in read) / len(read)
+    after = (sum(map(cell.protocol.held, read)) + sum(sample.work for sample in every)) / len(read)
+    rows = min(cell.runtime.batch_size, len(read))
     with attach(model, cell.at_work["policy"], cell.at_work["budget"], tokenizer=tokenizer) as session:
         plan = session.plan
         held = plan.budget.resolve([max(1, round(prompts))], plan.layers, new_tokens=0)

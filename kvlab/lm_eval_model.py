@@ -17,9 +17,10 @@ from tqdm import tqdm
 from kvlab.cells import Cell
 from kvlab.compose import run_hydra
 from kvlab.evals import Record
+from kvlab.evals.harness.local_tasks import known_tasks
 from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.harness.source import NEEDS, chat_template, find_source
-from kvlab.launcher import plain
+from kvlab.launcher import plain, say
 from kvlab.reading import Prompt
 from kvlab.runner import batches, evaluate
 from kvlab.settings import SettingError
@@ -50,14 +51,28 @@ def run_lm_eval(arguments: Sequence[str], data_dir: str | None = None) -> None:
 
 
 def _with_local_tasks(arguments: list[str], data_dir: str | None) -> list[str]:
-    """Arguments with a folder of task files for local data, where the user names none."""
-    if "--tasks" not in arguments or any(argument.startswith("--include_path") for argument in arguments):
+    """Arguments with a folder of task files for the data there is, where the user names none.
+
+    A name that stands for several of lm-eval's tasks becomes that of the one that there is data for.
+    """
+    options = [argument.partition("=")[0] for argument in arguments]
+    place = next((number for number, option in enumerate(options) if option in ("--tasks", "-t")), None)
+    if place is None or "--include_path" in options:
         return arguments
-    first = arguments.index("--tasks") + 1
-    until = next((n for n in range(first, len(arguments)) if arguments[n].startswith("-")), len(arguments))
-    names = [name for argument in arguments[first:until] for name in argument.split(",") if name]
-    folders = find_source(names, data_dir, None, "skip").folders
-    return [*arguments, *(part for folder in folders for part in ("--include_path", folder))]
+    first = place + 1
+    until = next((number for number in range(first, len(arguments)) if arguments[number].startswith("-")), len(arguments))
+    given = [arguments[place].partition("=")[2], *arguments[first:until]]
+    names = list(dict.fromkeys(name for argument in given for name in argument.split(",") if name))
+    known = set(known_tasks())
+    ours = [name for name in names if name in known]
+    source = find_source(ours, data_dir, None, "skip") if ours else None
+    if source is None or not source.folders:
+        return arguments
+    if source.left_out:
+        say(f"{len(source.left_out)} bad rows are left out; the first: {source.left_out[0]}")
+    here = dict(zip(ours, source.names, strict=True))
+    tasks = ["--tasks", *(here.get(name, name) for name in names)]
+    return [*arguments[:place], *tasks, *arguments[until:], "--include_path", *source.folders]
 
 
 @cache
@@ -157,8 +172,10 @@ class _Answers:
         return [records[doc.id]["output"] for doc in docs]
 
     def _answer(self, docs: Sequence[Doc], disable_tqdm: bool) -> dict[str, Record]:
-        """Records by id, batch by batch."""
+        """Records by id, batch by batch. Raises BudgetError where the budget can't hold what the policy protects."""
         found: dict[str, Record] = {}
+        if docs:
+            self.bench.check_budget(self.cell, docs)
         with tqdm(total=len(docs), desc=self.cell.label, unit="context", disable=disable_tqdm or None) as bar:
             for batch in batches(docs, self.cell.runtime.batch_size):
                 for record in evaluate(self.cell, self.bench, batch):

@@ -59,7 +59,7 @@ class Protocol:
 
     def query_aware(self, prompt: Prompt) -> bool:
         """Whether the question (or a part of it) is inside the compressed part."""
-        return self.compresses and self.held(prompt) < prompt.question
+        return self.compresses and (prompt.asks or self.held(prompt) < prompt.question)
 
     def segment(self, tokens: int) -> int:
         """Tokens of a known text in one forward pass, where `tokens` would do."""

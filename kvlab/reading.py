@@ -26,12 +26,14 @@ class Prompt:
     name      what random draws depend on where no context is shared; a sample's id
     question  how many of the last ids are the question (with what follows it), 0 where none is marked
     text_len  tokens of the whole text where more than the prompt is known before, as when a given text is scored
+    asks      whether it holds a question that can't be told from the rest, as where a benchmark has one string for both
     """
 
     ids: tuple[int, ...]
     question: int = 0
     text_len: int = 0
     name: str = ""
+    asks: bool = False
 
 
 def in_segments(rows: Sequence[Sequence[int]], size: int | None) -> Iterator[list[Sequence[int]]]:
@@ -130,7 +132,8 @@ class Reading:
     def memory(self) -> tuple[list[RowMemory], int, int]:
         """What each sequence holds now, the peak of the batch, and its bookkeeping, in bytes."""
         memory = self.feed.cache.memory()
-        return self.feed.cache.memory_by_row(), memory.kv_bytes_peak, memory.state_bytes
+        nothing = [RowMemory(0, 0, 0, 0)] * len(self.last)  # prompts of one token, which is yet to be read
+        return self.feed.cache.memory_by_row() or nothing, memory.kv_bytes_peak, memory.state_bytes
 
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
         """Log-probabilities of one continuation for each prompt, read under eviction. The reading moves on with it."""

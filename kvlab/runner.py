@@ -119,21 +119,22 @@ def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early.
 
     Rows of a batch generate equally many tokens at most up to the same strings, since they go on together. A sample with
-    several prompts takes as many rows.
+    several prompts takes as many rows. Prompts of one token, which is read after the compressed part, have none and aren't put
+    beside others.
     """
     found: list[list[Sample]] = []
     rows = 0
     for sample in sorted(samples, key=lambda sample: (-sample.new_tokens, sample.stop, -len(sample.prompt.ids))):
         rows += len(sample.prompts)
-        if not found or rows > size or _generated(found[-1][0]) != _generated(sample):
+        if not found or rows > size or _alike(found[-1][0]) != _alike(sample):
             found.append([])
             rows = len(sample.prompts)
         found[-1].append(sample)
     return found
 
 
-def _generated(sample: Sample) -> tuple[int, tuple[str, ...]]:
-    return sample.new_tokens, sample.stop
+def _alike(sample: Sample) -> tuple[int, tuple[str, ...], bool]:
+    return sample.new_tokens, sample.stop, len(sample.prompt.ids) == 1
 
 
 def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None = None) -> list[Record]:
@@ -150,7 +151,7 @@ def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMe
         torch.manual_seed(cell.seed)
         reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
         prompts = [replace(p, name=f"{s.id}#{n}" if n else s.id) for s in batch for n, p in enumerate(s.prompts)]
-        reading = reader.read(prompts, new_tokens=[sample.after for sample in batch for _ in sample.prompts])
+        reading = reader.read(prompts, new_tokens=[after for sample in batch for after in sample.after_each])
         speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
         # Rows that end early go on with the batch, so what generation holds is taken before it.
         memory = _memory(reading, batch) if batch[0].new_tokens else None
@@ -265,8 +266,11 @@ def _speed(cell: Cell, speeds: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def _running_means(records: Sequence[Record]) -> dict[str, float]:
-    names = list(records[0]["values"])
-    return {name: statistics.fmean(record["values"].get(name, 0.0) for record in records) for name in names}
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record["values"].items():
+            values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(found) for name, found in values.items()}
 
 
 def _one_line(error: Exception) -> str:

@@ -104,8 +104,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells that differ in policy, budget, codec or sharing only. `baseline` is the row that others are compared with, that
-    of the full cache unless `base` names another policy; None where there is none."""
+    """Cells that differ in policy, budget, codec or sharing only.
+
+    baseline  the row that others are compared with, None where there is none: the full cache's unless `base` names another
+              policy; where that has several budgets the first, though each row is compared with the one of its own budget
+    """
 
     comparison_id: str
     title: str
@@ -181,7 +184,8 @@ def compare(
     """One comparison for each comparison_id: every cell against the full cache, paired on sample ids.
 
     references  comparison_id to (value, tolerance): what the full cache should score on the main metric
-    base        a policy, as tables call it (with its settings), to compare with instead
+    base        a policy, as tables call it (with its settings), to compare with instead; where it has several budgets, each
+                cell is compared with its cell of the same budget
     Raises ValueError if there are no results. Anything that makes a table doubtful is in its `warnings`; results that can't be
     read are named in those of the last comparison.
     """
@@ -280,15 +284,36 @@ def samples_of(cell: StoredCell, warnings: list[str]) -> Samples:
 def _compare(
     key: str, title: str, cells: Sequence[StoredCell], reference: tuple[float, float] | None, base_policy: str | None
 ) -> Comparison:
-    full = next((cell for cell in cells if cell.ok and (cell.policy == base_policy if base_policy else cell.is_full)), None)
+    policy = base_policy or "full"
+    bases = [cell for cell in cells if cell.ok and (cell.is_full if policy == "full" else cell.policy == policy)]
+    if policy == "full":  # without a budget; more than one is warned of
+        bases = bases[:1]
     metric = main_metric(cells)
     warnings: list[str] = []
-    base = samples_of(full, warnings) if full else {}
-    rows = [_row(cell, metric, cell is not full, base, warnings) for cell in cells]
-    baseline = rows[cells.index(full)] if full else None
-    comparison = Comparison(key, title, metric, better_of(cells, metric), rows, baseline, warnings, base_policy or "full")
+    samples = [samples_of(base, warnings) for base in bases]
+    rows, alone = [], []
+    for cell in cells:
+        place = _base_place(cell, bases)
+        if place is None and bases and cell.ok:
+            alone.append(cell.about)
+        paired = place is not None and bases[place] is not cell
+        against = "the full cache" if policy == "full" else policy
+        rows.append(_row(cell, metric, samples[place] if paired and place is not None else {}, against, warnings))
+    if len(bases) > 1:
+        without = f"; there is none for: {'; '.join(alone)}" if alone else ""
+        warnings.append(f"{policy} has {len(bases)} budgets, so differences are to its cell of the same budget{without}")
+    baseline = rows[cells.index(bases[0])] if bases else None
+    comparison = Comparison(key, title, metric, better_of(cells, metric), rows, baseline, warnings, policy)
     warnings += _doubts(comparison, cells, reference)
     return comparison
+
+
+def _base_place(cell: StoredCell, bases: Sequence[StoredCell]) -> int | None:
+    """Which of the cells to compare with: the only one, or that of the same budget, if there is one."""
+    if len(bases) == 1:
+        return 0
+    budget = cell.facts["budget_label"]
+    return next((place for place, base in enumerate(bases) if base.facts["budget_label"] == budget), None)
 
 
 def main_metric(cells: Sequence[StoredCell]) -> str:
@@ -301,30 +326,29 @@ def better_of(cells: Sequence[StoredCell], metric: str) -> str:
     return next((str(cell.metric(metric)["better"]) for cell in cells if cell.metric(metric).get("better")), "")
 
 
-def _row(cell: StoredCell, name: str, paired: bool, base: Samples, warnings: list[str]) -> Row:
-    """A cell's own numbers, and its differences from the full cache's samples `base` if it is to be paired with them."""
+def _row(cell: StoredCell, name: str, base: Samples, against: str, warnings: list[str]) -> Row:
+    """A cell's own numbers, and its differences from the samples `base`, if there are any, which messages call `against`."""
     if not cell.ok:
         return Row(cell.facts)
     metric = cell.metric(name)
     own: dict[str, Any] = {key: metric.get(key) for key in METRIC[1:]}
-    if not (paired and base and metric):
+    if not (base and metric):
         return Row(cell.facts, **own)
-    samples = samples_of(cell, warnings)
-    base, samples = ({key: one for key, one in side.items() if _has(one, metric)} for side in (base, samples))
+    base, samples = (having(metric, side) for side in (base, samples_of(cell, warnings)))
     ids = [key for key in base if key in samples]
     if len(ids) < max(len(base), len(samples)):
-        counts = f"{len(samples)} here, {len(base)} with the full cache"
+        counts = f"{len(samples)} here, {len(base)} with {against}"
         warnings.append(f"{cell.about}: compared on the {len(ids)} samples in common ({counts})")
     try:
         return Row(cell.facts, **own, **compare_records(metric, [samples[key] for key in ids], [base[key] for key in ids]))
     except ValueError as error:
-        warnings.append(f"{cell.about}: no difference from the full cache: {error}")
+        warnings.append(f"{cell.about}: no difference from {against}: {error}")
         return Row(cell.facts, **own)
 
 
-def _has(sample: Mapping[str, Any], metric: Mapping[str, Any]) -> bool:
-    """Whether a metric is about a sample: some are about a part of them, and a broken record is not to pass unseen."""
-    return not metric.get("some") or metric["of"] in sample["values"]
+def having(metric: Mapping[str, Any], samples: Samples) -> Samples:
+    """Samples that a metric is about: some are about a part of them, and else a broken record is not to pass unseen."""
+    return {key: one for key, one in samples.items() if metric["of"] in one["values"]} if metric.get("some") else samples
 
 
 def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tuple[float, float] | None) -> list[str]:
@@ -335,23 +359,26 @@ def _doubts(comparison: Comparison, cells: Sequence[StoredCell], reference: tupl
         doubts.append(f"simulated, so bytes and speed are not those of a real implementation: {'; '.join(simulated)}")
     bad = next((left for cell in cells if (left := cell.result.get("left_out") or {}).get("rows")), None)
     if bad:
-        doubts.append(f"{bad['rows']} bad rows of the data were left out; the first: {bad['why'][0]}")
+        rows = "1 row was" if bad["rows"] == 1 else f"{bad['rows']} rows were"
+        doubts.append(f"{rows} left out, as bad data or longer than the context; the first: {bad['why'][0]}")
     doubts += dict.fromkeys(note for cell in cells for note in cell.result.get("notes") or [])
     full = comparison.baseline
-    if comparison.base != "full":
-        return doubts if full is not None else [*doubts, f"there is no cell of {comparison.base} to compare with"]
+    if full is None and comparison.base != "full":
+        return [*doubts, f"there is no cell of {comparison.base} to compare with"]
     if full is None:
         failed = any(cell.is_full for cell in cells)
         why = "the full cache failed" if failed else "there is no full cache to compare with"
         return [*doubts, f"{why}: run policy=full with the same settings"]
-    others = sum(cell.ok and cell.is_full for cell in cells) - 1
-    if others:
-        doubts.append(f"{others + 1} cells have the full cache; differences are from {full.facts['path']}")
-    metric = cells[0].metric(comparison.metric)
     if (full.n or 0) < FEW and len(comparison.rows) > 1:
         doubts.append(f"{full.n} samples: intervals of fewer than {FEW} are too narrow to be believed")
+    metric = next((cell.metric(comparison.metric) for cell in cells if cell.ok and cell.is_full), {})
     if at_chance(metric):
         doubts.append("full cache is at chance on this task: differences mean nothing")
+    others = sum(cell.ok and cell.is_full for cell in cells) - 1
+    if comparison.base != "full":
+        return doubts
+    if others:
+        doubts.append(f"{others + 1} cells have the full cache; differences are from {full.facts['path']}")
     if reference is not None and full.value is not None:
         wanted, tolerance = reference
         if not abs(full.value - wanted) <= tolerance + 1e-9 * abs(wanted):  # also warns of nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -94,13 +95,17 @@ class Workbench:
 
         Raises ValueError, in one line that says what to change.
         """
-        model, tokenizer = self.shape
         samples = self.samples(cell)
         if cell.protocol.simulated and any(sample.new_tokens for sample in samples):
             raise SettingError(
                 f"task {cell.task.name} generates, and protocol {cell.protocol.name} can only score given texts: its masks "
                 "need all of a text; use protocol=prompt, or a task such as perplexity"
             )
+        self.check_budget(cell, samples)
+
+    def check_budget(self, cell: Cell, samples: Sequence[Sample]) -> None:
+        """Whether a cell's budget holds what its policy protects of the shortest prompt. Raises BudgetError."""
+        model, tokenizer = self.shape
         lengths = [cell.protocol.known_len(prompt) for sample in samples for prompt in sample.prompts]
         with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan

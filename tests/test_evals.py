@@ -223,6 +223,20 @@ def test_the_chat_template_is_used_where_there_is_one():
     assert CHAT.decode(prompt.ids[-prompt.question :]) == "What?\n<assistant>It is", "the last one is the question"
 
 
+def test_gold_answers_are_scored_where_samples_have_them():
+    """A batch may hold samples without one, such as documents whose answer is a number or empty."""
+    prompts = [make_prompt(TOKENIZER, f"What came {number}?", "", "", False) for number in range(3)]
+    golds = [(), (5, 6), (7,)]
+    samples = [Sample(str(n), prompt, gold=gold) for n, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))]
+    with attach(shared_model("llama"), make_policy("h2o"), Budget(tokens=6)) as session:
+        read = Reader(session, PromptProtocol()).read
+        mixed = Task().evaluate(read(prompts), samples, TOKENIZER)
+        alone = [Task().evaluate(read([sample.prompt]), [sample], TOKENIZER)[0] for sample in samples]
+    assert [set(record["values"]) for record in mixed] == [set(), {"gold_logprob"}, {"gold_logprob"}]
+    for a, b in zip(mixed, alone, strict=True):
+        assert a["values"] == pytest.approx(b["values"], rel=1e-5)
+
+
 def test_a_task_is_registered_like_a_policy():
     @register_task("constant")
     @dataclass(frozen=True)
@@ -258,7 +272,7 @@ def test_bad_rows_are_left_out_counted_and_reported(tmp_path, capsys):
     assert kvlab("run", *run, "logger=none", f"output_dir={tmp_path}/out") == 0
     told = capsys.readouterr()
     assert "3 rows of task prompts left out" in told.err and "row 2: there is no field 'promt'" in told.err
-    assert "3 bad rows of the data were left out" in told.out
+    assert "3 rows were left out" in told.out
     for file in (tmp_path / "out").rglob("result.json"):
         result = json.loads(file.read_text())
         assert result["left_out"]["rows"] == 3 and result["metrics"]["accuracy"]["n"] == 2

@@ -13,10 +13,11 @@ import torch
 
 from conftest import shared_model
 from kvlab import Budget, attach, make_policy
+from kvlab.budget import BudgetError
 from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.harness.source import load_leaves
 from kvlab.evals.harness.task import LmEval
-from kvlab.lm_eval_model import cell_of, register
+from kvlab.lm_eval_model import _with_local_tasks, cell_of, register
 from kvlab.protocol import PromptProtocol, Reader, Stream
 from kvlab.runner import batches
 from kvlab.settings import SettingError
@@ -204,6 +205,51 @@ def test_whole_texts_are_scored_from_lm_evals_side_too(folder):
         register()(model="tiny-llama").loglikelihood_rolling(leaf.instances)
 
 
+def test_lm_evals_command_line_finds_local_data_however_tasks_are_named(tmp_path, capsys):
+    for name in ("superglue_copa/val", "superglue_copa/train", "lambada/lambada_test"):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        doc = {"premise": "It rained.", "choice1": "Wet.", "choice2": "Dry.", "question": "effect", "label": 0, "text": "a b c"}
+        file.write_text(json.dumps(doc) + "\n" + json.dumps(doc) + "\n")
+    for given in (["--tasks", "copa"], ["--tasks=copa"], ["-t", "copa"], ["--tasks", "copa", "--limit", "1"]):
+        *start, option, folder = _with_local_tasks(given, str(tmp_path))
+        assert start[:2] == ["--tasks", "copa"] and start[2:] == given[2:] and option == "--include_path"
+        assert (Path(folder) / "copa.yaml").is_file()
+    # lm-eval's lambada is two tasks, of which one has data here; other tasks stay lm-eval's own.
+    *start, _, folder = _with_local_tasks(["-t", "lambada,triviaqa", "copa", "-L", "1"], str(tmp_path))
+    assert start == ["--tasks", "lambada_openai", "triviaqa", "copa", "-L", "1"]
+    assert {file.stem for file in Path(folder).iterdir()} == {"lambada_openai", "copa"}
+    for given in (["--tasks", "triviaqa"], ["ls", "tasks"], ["--tasks", "copa", "--include_path=there"]):
+        assert _with_local_tasks(given, str(tmp_path)) == given
+    assert "left out" not in capsys.readouterr().err
+    (tmp_path / "superglue_copa/val.jsonl").write_text(json.dumps(doc | {"label": 7}) + "\n" + json.dumps(doc) + "\n")
+    _with_local_tasks(["--tasks", "copa"], str(tmp_path))
+    assert "val.jsonl, row 1: label=7 isn't among the choices" in capsys.readouterr().err
+
+
+def test_a_budget_below_what_a_policy_protects_is_refused_from_lm_evals_side_too(folder):
+    leaf = load_leaves(lm_task(folder, "my_choice")._source, None)["my_choice"]
+    leaf.build_all_requests(limit=1)
+    lm = register()(model="tiny-llama", policy="streaming_llm", ratio=0.02)
+    with pytest.raises(BudgetError, match=r"budget.ratio=0.02 holds \d+ of the shortest prompt's"):
+        lm.loglikelihood(leaf.instances, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_texts_after_nothing_are_scored_from_lm_evals_side_too(policy):
+    """Their prompt is the start token alone, beside others or all by themselves."""
+    from lm_eval.api.instance import Instance
+
+    def ask(*pairs):
+        asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+        return [logprob for logprob, _ in lm.loglikelihood(asked, disable_tqdm=True)]
+
+    lm = register()(model="tiny-llama", policy=policy, **{} if policy == "full" else {"budget": "tokens", "budget.tokens": 40})
+    alone = ask(("", "rain")), ask((sentence(1), " boat"))
+    assert ask(("", "rain"), (sentence(1), " boat")) == pytest.approx([*alone[0], *alone[1]], abs=1e-5)
+    assert lm.get_model_info()["kvlab_memory"]["seen"] > 0
+
+
 # --------------------------------------------------------------------------------------------------- under eviction
 
 
@@ -259,6 +305,21 @@ def test_prompts_with_several_contexts_are_several_rows(folder):
     assert [sum(len(sample.prompts) for sample in some) for some in batches(samples, 5)] == [4, 4, 4]
 
 
+def test_requests_after_nothing_are_batches_of_their_own():
+    """As where lm-eval asks for all its tasks at once: a prompt of one token leaves nothing to compress beside longer ones."""
+    encoder = Encoder(TOKENIZER)
+    docs = []
+    for number, context in enumerate(["", sentence(1), "", sentence(2)]):
+        prompts, parts = grouped([(0, *encoder.pair(context, " rain"))])
+        docs.append(Doc(f"d{number}", prompts[0], parts=parts))
+    together = [[doc.id for doc in some] for some in batches(docs, 3)]
+    assert sorted(map(sorted, together)) == [["d0", "d2"], ["d1", "d3"]]
+    with torch.inference_mode(), attach(shared_model("llama"), make_policy("h2o"), Budget(tokens=8)) as session:
+        for some in batches(docs, 3):
+            reading = Reader(session, PromptProtocol()).read([doc.prompt for doc in some])
+            assert all(record["loglikelihoods"][0][0] < 0 for record in Requests().evaluate(reading, some, TOKENIZER))
+
+
 def test_windows_say_where_the_cache_begins_anew():
     encoder = Encoder(TOKENIZER, max_length=16)
     text = sentence(1, 40)
@@ -269,6 +330,33 @@ def test_windows_say_where_the_cache_begins_anew():
     prompts, parts = windows_of(windows)
     assert [prompt.text_len for prompt in prompts] == [len(context) + len(scored) for context, scored in windows]
     assert {part.request for part in parts} == {0}
+
+
+def test_requests_without_a_question_are_no_choices(folder, tmp_path):
+    """lm-eval's acc_mutual_info asks for each choice a second time, after nothing."""
+    text = (folder / "my_choice.yaml").read_text().replace("task: my_choice", "task: my_mutual")
+    extra = METRIC.format("acc_mutual_info", "mean", "true")
+    (tmp_path / "my_mutual.yaml").write_text(text.rstrip() + "\n" + extra)
+    places = ((folder, "my_choice"), (tmp_path, "my_mutual"))
+    plain, mutual = (run(lm_task(place, name), protocol=Stream()) for place, name in places)
+    for a, b in zip(plain, mutual, strict=True):
+        assert len(b["loglikelihoods"]) == 2 * len(a["loglikelihoods"]) == 6 and "acc_mutual_info" in b["values"]
+        assert b["choice"] == a["choice"] and b["values"]["gold_logprob"] == pytest.approx(
+            a["values"]["gold_logprob"], abs=1e-5
+        )
+    assert any(b["loglikelihoods"][3:] > b["loglikelihoods"][:3] for b in mutual)
+
+
+def test_guessing_in_a_group_is_known_where_its_tasks_have_equally_many_choices(folder, tmp_path):
+    members = ["my_choice", "my_blank"]
+    for name in members:
+        (tmp_path / f"{name}.yaml").write_text((folder / f"{name}.yaml").read_text())
+    (tmp_path / "my_group.yaml").write_text(f"group: my_group\ntask: {members}\n")
+    alone = [lm_task(folder, name) for name in members]
+    assert [task.metrics(run(task))["acc"].chance for task in alone] == [pytest.approx(1 / 3), pytest.approx(1 / 2)]
+    group = lm_task(tmp_path, "my_group")
+    found = group.metrics(run(group))["acc"]
+    assert found.n == 12 and found.chance is None
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs
@@ -294,6 +382,7 @@ def test_tasks_are_cells_that_go_on_where_they_stopped(folder, tmp_path, monkeyp
     assert kvlab("run", *run) == 0
     found = results(tmp_path)
     assert len(found) == 4 and {result["task"] for result in found.values()} == {"my_choice", "my_word"}
+    assert all(result["query_aware"] for result in found.values()), "questions are inside the compressed part"
     for lines in sample_lines(tmp_path).values():
         assert sorted(json.loads(line)["id"].split("/")[1] for line in lines) == [f"{number:05d}" for number in range(6)]
     told = capsys.readouterr().out
@@ -306,12 +395,46 @@ def test_bad_documents_are_left_out_and_named(folder, tmp_path):
     lines[2] = json.dumps(row(2) | {"choices": ["rain", "", "wind"]})
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
     text = (folder / "my_choice.yaml").read_text().replace(f"{folder}/test.jsonl", f"{tmp_path}/bad.jsonl")
-    (tmp_path / "bad.yaml").write_text(text.replace("task: my_choice", "task: my_bad").replace('"Question', '"Question'))
+    (tmp_path / "bad.yaml").write_text(text.replace("task: my_choice", "task: my_bad"))
     task = lm_task(tmp_path, "my_bad")
     assert len(task.samples(TOKENIZER)) == 5
     assert re.search(r"my_bad, document 1: the right answer 7 isn't among the choices", task.left_out[0])
     with pytest.raises(SettingError, match="my_bad, document 1: the right answer 7"):
         lm_task(tmp_path, "my_bad", bad_rows="stop").samples(TOKENIZER)
+
+
+def test_what_a_task_file_asks_is_part_of_a_runs_identity(folder, tmp_path):
+    """Prompts and examples as well as documents; not where the data lies."""
+    moves = {"a": {}, "b": {}, "prompt": {"Question:": "Q:"}, "example": {"What came": "Who saw"}}
+    found = {}
+    for name, changes in moves.items():
+        place = tmp_path / name
+        place.mkdir()
+        for file in ("my_choice.yaml", "train.jsonl", "test.jsonl"):
+            text = (folder / file).read_text().replace(str(folder), str(place))
+            for old, new in changes.items() if file != "test.jsonl" else ():
+                text = text.replace(old, new)
+            (place / file).write_text(text)
+        found[name] = [lm_task(place, "my_choice", num_fewshot=shots).data_hash() for shots in (2, 0)]
+    assert found["a"] == found["b"] and len({shots for shots, _ in found.values()}) == 3
+    assert found["prompt"][1] != found["a"][1] == found["example"][1]
+
+
+def test_task_files_of_ones_own_count_beside_a_data_folder(folder, tmp_path):
+    (tmp_path / "data/superglue_copa").mkdir(parents=True)
+    doc = {"premise": "It rained.", "choice1": "It was wet.", "choice2": "It was dry.", "question": "effect", "label": 0}
+    for split in ("val", "train"):
+        (tmp_path / f"data/superglue_copa/{split}.jsonl").write_text(json.dumps(doc) + "\n")
+    hashes = set()
+    for number in range(2):
+        own = tmp_path / str(number)
+        own.mkdir()
+        text = (folder / "my_choice.yaml").read_text().replace("task: my_choice", "task: copa")
+        (own / "copa.yaml").write_text(text.replace("Question", f"Question {number}"))
+        task = LmEval(tasks=("copa",), data_dir=str(tmp_path / "data"), include_path=str(own))
+        assert TOKENIZER.decode(task.samples(TOKENIZER)[0].prompt.ids).startswith(f"<s>Question {number}")
+        hashes.add(task.data_hash())
+    assert len(hashes) == 2
 
 
 WRONG = {
@@ -339,9 +462,25 @@ def test_whole_texts_need_a_protocol_without_a_prompt(folder, tmp_path, capsys):
     assert kvlab("run", *run) == 2
     assert "use protocol=stream" in capsys.readouterr().err
     assert kvlab("run", *run, "protocol=stream", "policy=full,h2o", "budget.ratio=0.5", "task.max_length=64") == 0
-    for result in results(tmp_path).values():
+    for cell, result in results(tmp_path).items():
+        # Of whole windows, not of the one token before them: the last token isn't read.
+        memory = [json.loads(line)["memory"] for line in sample_lines(tmp_path)[cell]]
+        assert all(held["seen"] > 20 * 4 for held in memory) and min(held["kv_bytes"] for held in memory) > 0
+        assert result["memory"]["kept_fraction"] == (1 if result["policy"] == "full" else pytest.approx(0.5, abs=0.03))
         assert result["main_metric"] == "word_perplexity" and set(result["metrics"]) >= {"word_perplexity", "bits_per_byte"}
         assert re.fullmatch(r"6 texts were read in several windows, each .* an empty cache", result["notes"][0])
+
+
+def test_a_budget_of_the_total_is_of_each_window(folder, tmp_path):
+    """The last window of a text is shorter than those before it."""
+    run = [*TINY, "task=lm_eval", "task.tasks=[my_text]", f"task.include_path={folder}", f"output_dir={tmp_path}"]
+    run += ["protocol=stream", "task.max_length=100", "policy=h2o", "budget.ratio=0.5", "budget.of=total"]
+    sample = replace(lm_task(folder, "my_text"), max_length=100).samples(TOKENIZER)[0]
+    assert len(set(sample.after_each)) > 1 and sample.after == max(sample.after_each)
+    assert kvlab("run", *run) == 0
+    (lines,) = sample_lines(tmp_path).values()
+    for held in (json.loads(line)["memory"] for line in lines):
+        assert held["kept"] / held["seen"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_a_sampling_task_and_a_shared_cache_are_refused(folder, capsys):

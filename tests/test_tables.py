@@ -558,5 +558,44 @@ def test_another_policy_can_be_the_base(disk, tmp_path):
     assert by_policy["streaming_llm"].delta is None
     assert by_policy["h2o"].delta.value == pytest.approx(0.5) and by_policy["full"].delta.value == pytest.approx(0.75)
     assert "Δ to streaming_llm" in render([found]) and not found.warnings
+    assert [row.delta for row in compare(tmp_path, base="full")[0].rows] == [row.delta for row in compare(tmp_path)[0].rows]
     with pytest.raises(ValueError, match=r"--base 'h2': no cell has this policy \(did you mean h2o\?\)"):
         compare(tmp_path, base="h2")
+
+
+def test_a_base_of_several_budgets_is_compared_at_equal_ones(disk, tmp_path):
+    """As h2o and local attention at 20 % and 50 %: never one policy's 20 % with the other's 50 %."""
+    disk(questions([1, 0] * 6))
+    for policy, half, fifth in (("h2o", [1, 1], [1, 0]), ("streaming_llm", [0, 1], [0, 0])):
+        for ratio, right in ((0.5, half), (0.2, fifth)):
+            disk(questions(right * 6), policy, ratio)
+    disk(questions([1, 1] * 6), "streaming_llm", 0.1)
+    (found,) = compare(tmp_path, base="h2o")
+    deltas = {(row.facts["policy"], row.facts["ratio"]): row.delta and row.delta.value for row in found.rows}
+    assert deltas["streaming_llm", 0.5] == deltas["streaming_llm", 0.2] == pytest.approx(-0.5)
+    assert [value for key, value in deltas.items() if key[0] != "streaming_llm" or key[1] == 0.1] == [None] * 4
+    told = "h2o has 2 budgets, so differences are to its cell of the same budget; there is none for: full"
+    assert found.warnings[0].startswith(told) and "streaming_llm, 10 %" in found.warnings[0]
+
+
+def test_a_base_leaves_the_other_warnings(disk, tmp_path):
+    disk(questions([1, 0, 0, 0]))
+    disk(questions([1, 1, 1, 0]), "h2o", 0.5)
+    (found,) = compare(tmp_path, base="h2o")
+    assert [warning.partition(":")[0] for warning in found.warnings] == ["4 samples", "full cache is at chance on this task"]
+
+
+def test_a_metric_of_some_samples_is_broken_down_over_those(disk, tmp_path):
+    samples = questions([1, 0, 1, 1])
+    for place, sample in enumerate(samples):
+        sample["fields"] = {"part": "ab"[place // 2]}
+    cell = disk(samples)
+    result = json.loads((cell / "result.json").read_text())
+    result["metrics"][result["main_metric"]]["some"] = True
+    (cell / "result.json").write_text(json.dumps(result))
+    name = result["metrics"][result["main_metric"]]["of"]
+    lines = [json.loads(line) for line in (cell / "samples.jsonl").read_text().splitlines()]
+    del lines[3]["values"][name]
+    (cell / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (grid,) = breakdown(tmp_path, "part")
+    assert not grid.warnings and {key: n for _, _, found in grid.rows for key, (_, _, n) in found.items()} == {"a": 2, "b": 1}

@@ -65,6 +65,11 @@ class Sample:
         return len(self.gold) + self.new_tokens + sum(map(len, self.choices))
 
     @property
+    def after_each(self) -> tuple[int, ...]:
+        """Most tokens that come after each prompt."""
+        return (self.after,) * len(self.prompts)
+
+    @property
     def tokens(self) -> int:
         """Most tokens that the model will have seen."""
         return max(len(prompt.ids) for prompt in self.prompts) + self.after
@@ -148,9 +153,11 @@ class Task:
             scored = reading.score_choices([sample.choices for sample in samples])
             for record, sample, options in zip(records, samples, scored, strict=True):
                 add_choices(record, sample, options)
-        if samples[0].gold:
-            for record, gold in zip(records, reading.fork().score([sample.gold for sample in samples]), strict=True):
-                record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
+        if any(sample.gold for sample in samples):
+            scored = reading.score_choices([[sample.gold] if sample.gold else [] for sample in samples])
+            for record, golds in zip(records, scored, strict=True):
+                for gold in golds:
+                    record["values"]["gold_logprob"] = gold.logprob / len(gold.ids)
         if longest := max(sample.new_tokens for sample in samples):
             outputs = reading.generate(longest, tokenizer, samples[0].stop, **self.generation(tokenizer))
             for record, sample, ids in zip(records, samples, outputs, strict=True):

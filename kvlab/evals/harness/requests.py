@@ -41,7 +41,14 @@ class Doc(Sample):
     @property
     def after(self) -> int:
         """Most tokens that are scored or generated after a prompt."""
-        return max(super().after, *(len(part.ids) for part in self.parts), 0)
+        return max(self.after_each)
+
+    @property
+    def after_each(self) -> tuple[int, ...]:
+        """Windows of a text, and what follows the contexts of a question, may differ in length."""
+        generated = super().after
+        rows = range(len(self.prompts))
+        return tuple(max([generated, *(len(part.ids) for part in self.parts if part.row == row)]) for row in rows)
 
     @property
     def work(self) -> int:
@@ -129,13 +136,16 @@ def grouped(pairs: Sequence[tuple[int, Ids, Ids]]) -> tuple[tuple[Prompt, ...], 
     for request, context, ids in pairs:
         if not ids:
             raise SettingError("a choice has no tokens of its own after its context")
-        prompts.setdefault(context, Prompt(context))
+        prompts.setdefault(context, Prompt(context, asks=True))
         parts.append(Part(request, list(prompts).index(context), ids))
     return tuple(prompts.values()), tuple(parts)
 
 
 def score_parts(reading: Reading, docs: Sequence[Doc]) -> list[list[Scored]]:
-    """Each document's parts, scored on forks of the reading, whose rows are the documents' prompts in order."""
+    """Each document's parts, scored on forks of the reading, whose rows are the documents' prompts in order.
+
+    Whole texts, one to a row, move the reading itself on: what it then holds is what the text was read with.
+    """
     rows: list[list[Ids]] = [[] for doc in docs for _ in doc.prompts]
     places: list[list[tuple[int, int]]] = []
     first = 0
@@ -146,7 +156,10 @@ def score_parts(reading: Reading, docs: Sequence[Doc]) -> list[list[Scored]]:
             places[-1].append((row, len(rows[row])))
             rows[row].append(part.ids)
         first += len(doc.prompts)
-    scored = reading.score_choices(rows)
+    if rows and all(prompt.text_len for doc in docs for prompt in doc.prompts):
+        scored = [[text] for text in reading.score([ids for (ids,) in rows])]
+    else:
+        scored = reading.score_choices(rows)
     return [[scored[row][number] for row, number in own] for own in places]
 
 

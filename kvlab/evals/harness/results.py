@@ -68,8 +68,13 @@ def _add_value(values: dict[str, float], raw: dict[str, Any], name: str, aggrega
 
 
 def _of_choices(work: Work, record: Record) -> dict[str, float]:
-    """Log-probability of a token of the right answer; the likeliest choice is the record's trace."""
+    """Log-probability of a token of the right answer; the likeliest choice is the record's trace.
+
+    Requests that follow those of the choices (without a question, for acc_mutual_info) are no choices.
+    """
     sums = [logprob for logprob, _ in record["loglikelihoods"]]
+    if work.task.OUTPUT_TYPE == "multiple_choice":
+        sums = sums[: len(work.task.doc_to_choice(work.doc))]
     if len(sums) > 1:
         record["trace"] = [max(range(len(sums)), key=sums.__getitem__)]
         record["choice"] = record["trace"][0]
@@ -77,24 +82,25 @@ def _of_choices(work: Work, record: Record) -> dict[str, float]:
     return {"gold_logprob": sums[gold] / record["scored_tokens"][gold]}
 
 
-def aggregated(leaf: Any, metric: str, name: str, records: Sequence[Record]) -> Metric:
-    """A metric over the documents that have it."""
+def aggregated(leaves: Sequence[Any], metric: str, name: str, records: Sequence[Record]) -> Metric:
+    """A metric over the documents that have it, of these tasks."""
+    leaf = leaves[0]
     better = "higher" if leaf.higher_is_better().get(metric, True) else "lower"
     have = [record for record in records if name in record["values"]]
     if have:
         some = len(have) < len(records)
         if f"{name}_units" in have[0]["values"]:
             return make_metric(records, name, "perplexity", "lower", weight=f"{name}_units", some=some)
-        chance = _chance(leaf) if metric.startswith("acc") else None
+        chance = _chance(leaves) if metric.startswith("acc") else None
         return make_metric(records, name, "mean", better, chance=chance, some=some)
     items = [record["raw"][name] for record in records if name in record.get("raw", {})]
     value = float(leaf.aggregation()[metric]([tuple(item) if isinstance(item, list) else item for item in items]))
     return Metric(value, None, len(items), "corpus", better, name)
 
 
-def _chance(leaf: Any) -> float | None:
+def _chance(leaves: Sequence[Any]) -> float | None:
     """What guessing scores, where all documents have equally many choices."""
-    if leaf.OUTPUT_TYPE != "multiple_choice":
+    if any(leaf.OUTPUT_TYPE != "multiple_choice" for leaf in leaves):
         return None
-    counts = {len(leaf.doc_to_choice(doc)) for doc in list(leaf.eval_docs)[:50]}
+    counts = {len(leaf.doc_to_choice(doc)) for leaf in leaves for doc in list(leaf.eval_docs)[:50]}
     return 1 / counts.pop() if len(counts) == 1 else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import io
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -79,6 +82,33 @@ def load_leaves(source: Source, num_fewshot: int | None) -> dict[str, Any]:
         elif default is None:
             leaf.set_config(key="num_fewshot", value=0)
     return leaves
+
+
+PLACES = ("dataset_path", "dataset_name", "dataset_kwargs", "metadata")
+"""What a task's settings say of where its data is, which its documents stand for."""
+
+
+@cache
+def asked_hash(source: Source, num_fewshot: int | None, limit: int | None) -> str:
+    """Hash of what tasks ask: their settings (prompts, choices, metrics), the documents, and those that examples are from."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, leaf in load_leaves(source, num_fewshot).items():
+        settings = {key: value for key, value in leaf.dump_config().items() if key not in PLACES}
+        docs = list(leaf.eval_docs)[:limit]
+        shots = list(leaf.fewshot_docs()) if leaf.get_config("num_fewshot") else []
+        for part in (name, settings, *docs, "examples", *shots):
+            hashed.update(json.dumps(part, sort_keys=True, default=_as_text).encode() + b"\n")
+    return hashed.hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    """A value that JSON doesn't know; functions by their source, as their addresses differ from run to run."""
+    if not callable(value):
+        return str(value)
+    try:
+        return inspect.getsource(value)
+    except (TypeError, OSError):
+        return str(getattr(value, "__qualname__", type(value)))
 
 
 def chat_template(tokenizer: Any) -> Callable[..., str]:

@@ -7,7 +7,6 @@ tasks is resumed by document, recorded and compared as any other. `kvlab lm_eval
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 from kvlab.evals.base import Finished, Record, Sample, register_task
 from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.harness.results import Work, aggregated, document_values, gold_choice
-from kvlab.evals.harness.source import Source, chat_template, find_source, load_leaves, quiet
+from kvlab.evals.harness.source import Source, asked_hash, chat_template, find_source, load_leaves, quiet
 from kvlab.evals.rows import BadRow, BadRows
 from kvlab.metrics import Metric, make_metric
 from kvlab.protocol import Protocol
@@ -61,6 +60,7 @@ class LmEval(Requests):
 
     spreads: ClassVar[str] = "tasks"
     places: ClassVar[tuple[str, ...]] = ("data_dir", "include_path")
+    packages: ClassVar[tuple[str, ...]] = ("lm_eval", "datasets")
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(isinstance(name, str) and name for name in self.tasks):
@@ -108,13 +108,12 @@ class LmEval(Requests):
         return self
 
     def data_hash(self) -> str:
-        """Of the data folder's files, or of the documents that lm-eval has loaded; and of its settings of the tasks."""
+        """Of the data folder's files; else, or where task files are your own, of all that lm-eval has loaded."""
         hashed = hashlib.blake2b(self._source.hash.encode(), digest_size=16)
         for name, leaf in self._leaves.items():
             hashed.update(f"{name} {leaf.VERSION} {leaf.get_config('num_fewshot')}".encode())
-            if not self._source.hash:
-                for doc in list(leaf.eval_docs)[: self.limit]:
-                    hashed.update(json.dumps(doc, sort_keys=True, default=str).encode())
+        if self.include_path or not self._source.hash:
+            hashed.update(asked_hash(self._source, self.num_fewshot, self.limit).encode())
         return hashed.hexdigest()
 
     # -------------------------------------------------------------------------------------------------- samples
@@ -194,7 +193,7 @@ class LmEval(Requests):
         if isinstance(target, str) and target:
             gold = encoder.pair(context, f"{leaf.config.target_delimiter}{target}")[1][:GOLD_TOKENS]
         return {
-            "prompt": Prompt(ids),
+            "prompt": Prompt(ids, asks=True),
             "gold": gold,
             "answers": (target,) if isinstance(target, str) else tuple(map(str, target)) if isinstance(target, list) else (),
             "new_tokens": new_tokens,
@@ -227,11 +226,13 @@ class LmEval(Requests):
     def metrics(self, records: Sequence[Record]) -> dict[str, Metric]:
         """lm-eval's metrics, those of a group over all its documents; the first of the task comes first."""
         found: dict[str, Metric] = {}
+        names = dict.fromkeys(name for record in records for name in (*record["values"], *record.get("raw", ())))
         for leaf in self._leaves.values():
-            for name in dict.fromkeys(name for record in records for name in (*record["values"], *record.get("raw", ()))):
+            for name in names:
                 metric = name.partition(":")[0]
                 if name not in found and metric in leaf.aggregation():
-                    found[name] = aggregated(leaf, metric, name, records)
+                    having = [other for other in self._leaves.values() if metric in other.aggregation()]
+                    found[name] = aggregated(having, metric, name, records)
         if any("gold_logprob" in record["values"] for record in records):
             found["gold_logprob"] = make_metric(records, "gold_logprob", "mean", "higher", some=True)
         return found
