@@ -274,6 +274,7 @@ def test_calibration_is_the_mean_of_what_samples_add(n):
             assert sum(added) / len(added) == pytest.approx(wanted), name
     with pytest.raises(ValueError, match="calibration of 0"):
         calibration([], [])
+    assert calibration([0.4, 0.5], [0.5, 1.0]) == calibration([0.4, 0.5], [0.0, 1.0]), "HELM cuts shares off"
 
 
 def test_mean_win_rates():
@@ -335,6 +336,7 @@ def test_unknown_scenarios_and_settings_say_what_there_is():
         ({"perturbations": ("typo",)}, "did you mean typos"),
         ({"limit": 0}, "at least 1"),
         ({"typo_share": 1.5}, "a share from 0 to 1"),
+        ({"hub": True, "data_dir": "data"}, "give one of them"),
         ({"max_tokens": 0}, "at least 1 to generate"),
         ({"scenarios": ("copa",), "method": "multiple_choice_joint", "reference_prefix": "- "}, "with a letter"),
     ]:
