@@ -80,6 +80,8 @@ class Alpaca(Task):
             raise SettingError(
                 f"task.judge_url is of an endpoint, and task.judged_by={self.judged_by}: use task.judged_by=openai"
             )
+        if self.judge_model and self.judged_by == "none":
+            raise SettingError("task.judge_model is of a judge, and task.judged_by=none asks for none: leave it out")
         if self.judge_url and not self.judge_url.startswith(("http://", "https://")):
             raise SettingError(f"task.judge_url={self.judge_url}: give an address such as http://localhost:8000/v1")
         if self.judge_timeout <= 0:

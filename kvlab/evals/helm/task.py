@@ -82,6 +82,8 @@ class Helm(Task):
             if name not in PERTURBATIONS:
                 known = ", ".join(PERTURBATIONS)
                 raise SettingError(f"task.perturbations: unknown {name!r}{did_you_mean(name, PERTURBATIONS)}; known: {known}")
+        if self.hub and self.data_dir is not None:
+            raise SettingError("task.hub=true loads the data from the hub, and task.data_dir names a folder: give one of them")
         if not 0 <= self.typo_share <= 1:
             raise SettingError(f"task.typo_share={self.typo_share}: use a share from 0 to 1")
         checked(self.adapter)
