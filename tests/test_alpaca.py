@@ -323,7 +323,10 @@ def test_a_policy_is_judged_against_its_own_full_cache(judged, capsys):
     assert result["metrics"]["win_rate"]["value"] == pytest.approx(statistics.fmean(wins), abs=1e-6)
     assert result["metrics"]["win_rate"]["stderr"] == pytest.approx(statistics.stdev(wins) / 12**0.5, abs=1e-6)
     assert result["metrics"]["position_bias"]["value"] == pytest.approx(statistics.fmean(biases), abs=1e-6)
-    assert result["main_metric"] == "win_rate" and result["metrics"]["length_controlled_minimal"]["n"] == 12
+    controlled = result["metrics"]["length_controlled_minimal"]
+    assert result["main_metric"] == "win_rate" and controlled["n"] == 12 and controlled["stderr"] > 0
+    says_nothing = any("the fit's penalty left no weights" in note for note in result["notes"])
+    assert says_nothing == (controlled["value"] == pytest.approx(0.5, abs=1e-9)), "few comparisons, pulled to 50 %"
     assert len((folder / FILE).read_text().splitlines()) == 12
 
 
