@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import statistics
 import string
 import sys
 import types
@@ -275,6 +276,19 @@ def test_calibration_is_the_mean_of_what_samples_add(n):
     with pytest.raises(ValueError, match="calibration of 0"):
         calibration([], [])
     assert calibration([0.4, 0.5], [0.5, 1.0]) == calibration([0.4, 0.5], [0.0, 1.0]), "HELM cuts shares off"
+
+
+def test_the_error_of_the_selective_area_is_that_of_other_samples():
+    rng, name = random.Random(0), "selective_cov_acc_area"
+    probs = [rng.uniform(0.3, 1) for _ in range(100)]
+    correct = [float(rng.random() < p) for p in probs]
+    added = [one[name] for one in calibration(probs, correct)]
+    areas = []
+    for _ in range(400):
+        drawn = rng.choices(list(zip(probs, correct, strict=True)), k=100)
+        areas.append(naive_calibration(*zip(*drawn, strict=True))[name])
+    assert statistics.stdev(added) / 10 == pytest.approx(statistics.stdev(areas), rel=0.2)
+    assert [one[name] for one in calibration(probs, [1.0] * 100)] == pytest.approx([1.0] * 100)
 
 
 def test_mean_win_rates():
