@@ -268,6 +268,19 @@ def test_the_report_has_scenarios_policies_and_win_rates(data, tmp_path):
         helm_report([str(tmp_path / "other")])
 
 
+def test_a_question_too_long_for_the_context_is_left_out_and_named(data, tmp_path, capsys):
+    boolq = [{"question": f"is {text} old", "passage": "It is new.", "label": True} for text in ("x", "a " * 900)]
+    lines(tmp_path / "data" / SCENARIOS["boolq"].file, *boolq)
+    settings = ["task.scenarios=[boolq]", "task.max_train_instances=0", "task.context=300"]
+    assert run(data, tmp_path / "out", *settings) == 0
+    ((_, result),) = results(tmp_path / "out").items()
+    assert result["prompts"]["samples"] == 1 and result["left_out"]["rows"] == 1
+    assert "val.jsonl, row 2: the question alone has" in result["left_out"]["why"][0]
+    capsys.readouterr()
+    assert run(data, tmp_path / "out", *settings, "task.bad_rows=stop") == 2
+    assert "val.jsonl, row 2: the question alone has" in capsys.readouterr().err
+
+
 def test_summaries_are_run_and_long_articles_cut(tmp_path):
     row = {"article": "###\nArticle: {}\n\nSummarize the above article in 1 sentence.\n", "summary_gt": "A short sentence."}
     rows = [{**row, "article": row["article"].format(text)} for text in ("Some words. " * 9, "More words. " * 300)]
