@@ -67,16 +67,22 @@ def helm_report(paths: Sequence[str], options: Mapping[str, str] | None = None) 
     for option in options or {}:
         if option not in OPTIONS:
             raise SettingError(f"kvlab score helm has no option {option!r}{did_you_mean(option, OPTIONS)}; it has: metric")
-    groups, _, skipped = read_groups([*paths] or ["outputs"])
-    tables: dict[tuple[str, str], list[Line]] = {}
-    for cells in groups.values():
-        done = [cell for cell in cells if cell.ok and _is_helm(cell)]
-        if done:
-            place = str(done[0].facts["model"]), str(done[0].facts["protocol"])
-            tables.setdefault(place, []).extend(_lines(done, (options or {}).get("metric"), skipped))
-    if not tables:
+    wanted = (options or {}).get("metric")
+    groups, titles, skipped = read_groups([*paths] or ["outputs"])
+    done = {key: mine for key, cells in groups.items() if (mine := [cell for cell in cells if cell.ok and _is_helm(cell)])}
+    if not done:
         places = ", ".join(paths) or "outputs"
         raise SettingError(f"no finished results of task=helm in {places}: run some, or name their folder")
+    labels = _labels(done, titles)
+    tables: dict[tuple[str, str], list[Line]] = {}
+    for key, cells in done.items():
+        place = str(cells[0].facts["model"]), str(cells[0].facts["protocol"])
+        tables.setdefault(place, []).extend(_lines(labels[key], cells, wanted, skipped))
+    if wanted and not any(line.metric == wanted for lines in tables.values() for line in lines):
+        known = sorted({name for cells in done.values() for cell in cells for name in cell.result["metrics"]})
+        raise SettingError(
+            f"-o metric={wanted}: no scenario has it{did_you_mean(wanted, known)}; there are: {', '.join(known)}"
+        )
     warnings = [f"Warning: {line}" for line in skipped]
     return "\n\n".join([*(_table(*place, lines) for place, lines in sorted(tables.items())), *warnings])
 
@@ -85,18 +91,27 @@ def _is_helm(cell: StoredCell) -> bool:
     return ((cell.result.get("config") or {}).get("task") or {}).get("name") == "helm"
 
 
-def _lines(cells: Sequence[StoredCell], wanted: str | None, warnings: list[str]) -> list[Line]:
+def _labels(groups: Mapping[str, Sequence[StoredCell]], titles: Mapping[str, str]) -> dict[str, str]:
+    """What each comparison is called in its table: its scenario, and what tells it from others of the same scenario."""
+    places = {key: tuple(str(cells[0].facts[name]) for name in ("model", "task", "protocol")) for key, cells in groups.items()}
+    found = {}
+    for key, place in places.items():
+        others = [part for part in titles[key].split(" · ") if part not in place]
+        twice = list(places.values()).count(place) > 1
+        found[key] = ", ".join([place[1].removeprefix("helm-"), *(others if twice else [])])
+    return found
+
+
+def _lines(label: str, cells: Sequence[StoredCell], wanted: str | None, warnings: list[str]) -> list[Line]:
     """The metrics of one comparison, whose cells have the same samples."""
     main = wanted or main_metric(cells)
     samples = {cell.path: samples_of(cell, warnings) for cell in cells}
     found = []
-    for form in SIDES.values():
-        name = form.format(main) or main
+    for name in dict.fromkeys(form.format(main) or main for form in SIDES.values()):
         entries = {_column(cell): _entry(cell, name, samples[cell.path]) for cell in cells if cell.metric(name)}
         if entries:
             better = next(str(cell.metric(name)["better"]) for cell in cells if cell.metric(name))
             number = next(cell.metric(name)["n"] for cell in cells if cell.metric(name))
-            label = str(cells[0].facts["task"]).removeprefix("helm-")
             found.append(Line(f"{label} (n = {number})", name, better, entries))
     return found
 

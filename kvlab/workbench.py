@@ -72,7 +72,8 @@ class Workbench:
 
     def _made(self, cell: Cell) -> tuple[list[Sample], list[str]]:
         if cell.comparison_id not in self._samples:
-            every = cell.task.fitted(self.context).samples(self.tokenizer)
+            task = cell.task.fitted(self.context)
+            every = task.samples(self.tokenizer)
             names = [sample.id for sample in every]
             if not every or len(set(names)) < len(names):
                 raise SettingError(f"task {cell.task.name} must give at least one sample, and each an id of its own")
@@ -80,7 +81,7 @@ class Workbench:
             if long and (len(long) == len(every) or getattr(cell.task, "bad_rows", "stop") == "stop"):
                 raise SettingError(long[max(every, key=lambda sample: sample.tokens).id])
             samples = [sample for sample in every if sample.id not in long]
-            self._samples[cell.comparison_id] = samples, [*cell.task.left_out, *long.values()]
+            self._samples[cell.comparison_id] = samples, [*task.left_out, *long.values()]
         return self._samples[cell.comparison_id]
 
     def _too_long(self, sample: Sample) -> str:

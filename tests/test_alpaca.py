@@ -208,6 +208,18 @@ def test_an_endpoint_that_fails_says_why_in_one_line(answer, message, attempts):
     assert len(asked) == attempts and "\n" not in str(error.value) and "judge_url=http" in str(error.value)
 
 
+def test_a_reply_that_breaks_off_is_asked_for_again(monkeypatch):
+    monkeypatch.setenv("KVLAB_TEST_KEY", "secret\n")
+    broken = (200, b'{"choices": [', ("Content-Length", "999"))
+    with endpoint(broken, says("2")) as (url, asked):
+        assert endpoint_judge(url).ask("x", "a", "b").second == 1.0
+    assert len(asked) == 2 and asked[0][1]["Authorization"] == "Bearer secret"
+    with endpoint(broken) as (url, _), pytest.raises(SettingError, match=r"no answer in 3 attempts \(IncompleteRead"):
+        endpoint_judge(url).ask("x", "a", "b")
+    with pytest.raises(SettingError, match="judge_url=http://localhost:80a.*port"):
+        endpoint_judge("http://localhost:80a").ask("x", "a", "b")
+
+
 def test_no_endpoint_at_all():
     with endpoint(says("1")) as (url, _):
         pass
@@ -311,7 +323,10 @@ def test_a_policy_is_judged_against_its_own_full_cache(judged, capsys):
     assert result["metrics"]["win_rate"]["value"] == pytest.approx(statistics.fmean(wins), abs=1e-6)
     assert result["metrics"]["win_rate"]["stderr"] == pytest.approx(statistics.stdev(wins) / 12**0.5, abs=1e-6)
     assert result["metrics"]["position_bias"]["value"] == pytest.approx(statistics.fmean(biases), abs=1e-6)
-    assert result["main_metric"] == "win_rate" and result["metrics"]["length_controlled_minimal"]["n"] == 12
+    controlled = result["metrics"]["length_controlled_minimal"]
+    assert result["main_metric"] == "win_rate" and controlled["n"] == 12 and controlled["stderr"] > 0
+    says_nothing = any("the fit's penalty left no weights" in note for note in result["notes"])
+    assert says_nothing == (controlled["value"] == pytest.approx(0.5, abs=1e-9)), "few comparisons, pulled to 50 %"
     assert len((folder / FILE).read_text().splitlines()) == 12
 
 
@@ -425,6 +440,7 @@ def test_bad_instructions_are_left_out_and_named(tmp_path, capsys):
         ({"judged_by": "openai"}, "needs task.judge_url and task.judge_model"),
         ({"judge_url": "http://x"}, "use task.judged_by=openai"),
         ({"judged_by": "openai", "judge_url": "localhost", "judge_model": "m"}, "such as http://localhost:8000/v1"),
+        ({"judged_by": "none", "judge_model": "m"}, "leave it out"),
         ({"judged_by": "oracle"}, "one of local, openai, none"),
         ({"judge_timeout": 0.0}, "judge_timeout"),
         ({"data_dir": "/nowhere"}, "no such folder"),

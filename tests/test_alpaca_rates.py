@@ -141,6 +141,28 @@ def test_the_fit_is_its_definition(kind):
     assert found.weights[0] < -0.5, "a longer reference wins more often"
 
 
+@pytest.mark.parametrize("hard", [True, False])
+def test_the_error_is_that_of_fits_on_other_comparisons(hard):
+    wins, theirs, ours, difficulty = map(np.array, drawn(200))
+    found = lc.length_control(wins.tolist(), theirs, ours, difficulty if hard else None)
+    assert found.values.mean() == pytest.approx(found.win_rate / 100) and abs(found.moved.sum()) < 1e-9
+    rng, rates = np.random.default_rng(0), []
+    x = np.stack([lc.length_feature(theirs, ours), difficulty * hard, np.ones(200)], axis=1)
+    for _ in range(200):
+        rows = rng.integers(0, 200, 200)
+        b = naive_fit(x[rows], wins[rows], np.ones(200), 1e4)
+        rates.append(100 * np.mean(1 / (1 + np.exp(-x[rows, 1:] @ b[1:]))))
+    assert found.sampling_error == pytest.approx(np.std(rates), rel=0.15)
+    assert found.standard_error < 0.9 * found.sampling_error, "AlpacaEval's takes the weights as given"
+
+
+def test_a_penalty_that_leaves_no_weights_leaves_an_error():
+    wins = [0.7, 0.3, 0.35, 0.69] * 5
+    found = lc.length_control(wins, range(20), [10] * 20)
+    assert found.weights == (0, 0, 0) and found.win_rate == 50 and found.standard_error == 0
+    assert found.sampling_error == pytest.approx(100 * statistics.stdev(wins) / 20**0.5, rel=0.2)
+
+
 def test_control_takes_the_advantage_of_length_away():
     rng = np.random.default_rng(0)
     theirs, ours = rng.integers(100, 300, 200), rng.integers(300, 700, 200)

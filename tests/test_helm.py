@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import statistics
 import string
 import sys
 import types
@@ -274,6 +275,20 @@ def test_calibration_is_the_mean_of_what_samples_add(n):
             assert sum(added) / len(added) == pytest.approx(wanted), name
     with pytest.raises(ValueError, match="calibration of 0"):
         calibration([], [])
+    assert calibration([0.4, 0.5], [0.5, 1.0]) == calibration([0.4, 0.5], [0.0, 1.0]), "HELM cuts shares off"
+
+
+def test_the_error_of_the_selective_area_is_that_of_other_samples():
+    rng, name = random.Random(0), "selective_cov_acc_area"
+    probs = [rng.uniform(0.3, 1) for _ in range(100)]
+    correct = [float(rng.random() < p) for p in probs]
+    added = [one[name] for one in calibration(probs, correct)]
+    areas = []
+    for _ in range(400):
+        drawn = rng.choices(list(zip(probs, correct, strict=True)), k=100)
+        areas.append(naive_calibration(*zip(*drawn, strict=True))[name])
+    assert statistics.stdev(added) / 10 == pytest.approx(statistics.stdev(areas), rel=0.2)
+    assert [one[name] for one in calibration(probs, [1.0] * 100)] == pytest.approx([1.0] * 100)
 
 
 def test_mean_win_rates():
@@ -335,6 +350,7 @@ def test_unknown_scenarios_and_settings_say_what_there_is():
         ({"perturbations": ("typo",)}, "did you mean typos"),
         ({"limit": 0}, "at least 1"),
         ({"typo_share": 1.5}, "a share from 0 to 1"),
+        ({"hub": True, "data_dir": "data"}, "give one of them"),
         ({"max_tokens": 0}, "at least 1 to generate"),
         ({"scenarios": ("copa",), "method": "multiple_choice_joint", "reference_prefix": "- "}, "with a letter"),
     ]:

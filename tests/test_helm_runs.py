@@ -181,8 +181,8 @@ def check_stats(stats, instances):
     typos = next(entry["perturbation"] for entry in instances if entry.get("perturbation", {}).get("name") == "typos")
     assert typos == {"name": "typos", "robustness": True, "fairness": False, "computed_on": "perturbed", "prob": 0.1}
 
-    def mean_of(perturbation):
-        name = {"name": "exact_match", "split": "test", **({"perturbation": perturbation} if perturbation else {})}
+    def mean_of(perturbation, metric="exact_match"):
+        name = {"name": metric, "split": "test", **({"perturbation": perturbation} if perturbation else {})}
         return whole[json.dumps(name, sort_keys=True)]["mean"]
 
     def average(values):
@@ -198,6 +198,10 @@ def check_stats(stats, instances):
     assert mean_of({**typos, "computed_on": "worst"}) == average(lower)
     robustness = {"name": "robustness", "robustness": True, "fairness": False, "computed_on": "worst"}
     assert mean_of(robustness) == average(min(v["exact_match"] for (n, _), v in by.items() if n == name) for name in originals)
+    for kind, mine in ((None, originals), (typos, changed)):
+        added = calibration([v["max_prob"] for v in mine.values()], [v["exact_match"] for v in mine.values()])
+        assert mean_of(kind, "ece_10_bin") == average(one["ece_10_bin"] for one in added)
+        assert mean_of(kind, "selective_acc@10") == average(one["selective_acc@10"] for one in added if len(one) == 4)
     names = {stat["name"]["name"] for stat in stats}
     assert {"num_instances", "kv_bytes", "prefill_seconds", "inference_runtime", "decode_tokens_per_s"} <= names
 
@@ -250,11 +254,31 @@ def test_the_report_has_scenarios_policies_and_win_rates(data, tmp_path):
     value = next(r["metrics"]["exact_match"]["value"] for p, r in results(tmp_path / "out").items() if "copa/prompt/full" in p)
     assert f"{value:.3f} [" in shown[6]
     assert "gold_logprob" in helm_report([str(tmp_path / "out")], {"metric": "gold_logprob"})
+    calibrated = helm_report([str(tmp_path / "out")], {"metric": "ece_10_bin"}).split("\n")
+    assert [line.split()[0] for line in calibrated[3:]] == ["boolq", "copa", "mean"]
+    with pytest.raises(SettingError, match="-o metric=rouge_9: no scenario has it.*exact_match"):
+        helm_report([str(tmp_path / "out")], {"metric": "rouge_9"})
     with pytest.raises(SettingError, match="did you mean metric"):
         helm_report([str(tmp_path / "out")], {"metrics": "x"})
+    assert run(data, tmp_path / "out", "task.scenarios=[copa]", "protocol.hold_back=3") == 0
+    both = helm_report([str(tmp_path / "out")])
+    assert "boolq (n = 6)" in both and "copa, runs, protocol.hold_back=3" in both, "what differs is told apart"
     assert kvlab("run", "debug=smoke", f"output_dir={tmp_path}/other", "--no-table") == 0
     with pytest.raises(SettingError, match="no finished results of task=helm"):
         helm_report([str(tmp_path / "other")])
+
+
+def test_a_question_too_long_for_the_context_is_left_out_and_named(data, tmp_path, capsys):
+    boolq = [{"question": f"is {text} old", "passage": "It is new.", "label": True} for text in ("x", "a " * 900)]
+    lines(tmp_path / "data" / SCENARIOS["boolq"].file, *boolq)
+    settings = ["task.scenarios=[boolq]", "task.max_train_instances=0", "task.context=300"]
+    assert run(data, tmp_path / "out", *settings) == 0
+    ((_, result),) = results(tmp_path / "out").items()
+    assert result["prompts"]["samples"] == 1 and result["left_out"]["rows"] == 1
+    assert "val.jsonl, row 2: the question alone has" in result["left_out"]["why"][0]
+    capsys.readouterr()
+    assert run(data, tmp_path / "out", *settings, "task.bad_rows=stop") == 2
+    assert "val.jsonl, row 2: the question alone has" in capsys.readouterr().err
 
 
 def test_summaries_are_run_and_long_articles_cut(tmp_path):

@@ -530,6 +530,10 @@ def test_files_that_cannot_be(data, tmp_path):
         ({"tasks": ("qaper",)}, "no dataset 'qaper' .did you mean qasper"),
         ({"tasks": ("musique",), "version": "e"}, "no dataset 'musique'"),
         ({"tasks": ("trec",), "version": "v2"}, "LongBench v2 is one dataset"),
+        (
+            {"tasks": ("trec",), "version": "mini", "prompt_file": "x.json"},
+            "task.prompt_file: MiniLongBench's prompts are whole",
+        ),
         ({"tasks": ("trec",), "max_length": 1}, "task.max_length=1: use at least 2"),
         ({"tasks": ("trec",), "new_tokens": 0}, "use at least 1"),
     ],
@@ -699,6 +703,12 @@ def test_predictions_that_cannot_be_scored(data, tmp_path, capsys):
     assert "-o by: use NAME=VALUE" in told(tmp_path, "-o", "by")
     write(tmp_path / "mine.jsonl", {"pred": "x"})
     assert "has the field 'judge'" in told(tmp_path / "mine.jsonl")
+    write(tmp_path / "mine.jsonl", {"judge": True}, {"judge": "yes"})
+    assert "mine.jsonl, row 2: a prediction of LongBench v2 has the field 'judge', true or false" in told(
+        tmp_path / "mine.jsonl"
+    )
+    write(tmp_path / "qmsum.jsonl", {"pred": "x", "answers": ["x"], "length": "5000"})
+    assert "row 1: 'length' is '5000', and must be a number" in told(tmp_path / "qmsum.jsonl", "-o", "by=length")
     assert "no such file or folder" in told(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     assert "holds no predictions" in told(tmp_path / "empty")

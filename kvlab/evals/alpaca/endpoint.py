@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -72,7 +73,7 @@ class EndpointJudge:
 
     def _post(self, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        if secret := os.environ.get(self.key):
+        if secret := os.environ.get(self.key, "").strip():
             headers["Authorization"] = f"Bearer {secret}"
         request = urllib.request.Request(f"{self.url}/chat/completions", json.dumps(body).encode(), headers)
         why = ""
@@ -91,7 +92,9 @@ class EndpointJudge:
                 why, wait = f"{error.code} {text}", _asked_wait(error.headers.get("Retry-After"), wait)
             except ValueError:
                 why = "the reply is no JSON"
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            except http.client.InvalidURL as error:
+                raise SettingError(f"{self._where}: {error}") from None
+            except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
                 why = str(getattr(error, "reason", error)) or type(error).__name__
             if attempt < self.retries:
                 time.sleep(min(wait, LONGEST_WAIT))

@@ -74,7 +74,7 @@ def write_leaderboard(
         "lc_standard_error": control.standard_error if own and control else None,
     }
     if control and not own:
-        row |= {f"{control.name}_winrate": control.win_rate, f"{control.name}_standard_error": control.standard_error}
+        row |= {f"{control.name}_winrate": control.win_rate, f"{control.name}_standard_error": control.sampling_error}
     text = io.StringIO()
     writer = csv.DictWriter(text, list(row), lineterminator="\n")
     writer.writeheader()

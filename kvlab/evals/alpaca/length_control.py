@@ -62,11 +62,20 @@ class Gamed:
 
 @dataclass(frozen=True)
 class LengthControl:
-    """A fit: its variant's name, its weights (z, difficulty, model), and what it predicts of each comparison at z = 0 (n,)."""
+    """A fit: its variant's name, its weights (z, difficulty, model), and what it predicts of each comparison at z = 0 (n,).
+
+    moved  what each comparison adds to the mean of the predictions through the weights, to first order (n,); sums to 0
+    """
 
     name: str
     weights: tuple[float, float, float]
     predicted: Array
+    moved: Array
+
+    @property
+    def values(self) -> Array:
+        """Shares (n,) whose mean is the win rate, and whose spread is its error, that of the weights included."""
+        return self.predicted + self.moved
 
     @property
     def win_rate(self) -> float:
@@ -75,8 +84,13 @@ class LengthControl:
 
     @property
     def standard_error(self) -> float:
-        """Percent; AlpacaEval's: of the predictions' mean, without the error of the weights."""
+        """Percent; AlpacaEval's: of the predictions' mean, without the error of the weights. 0 without difficulties."""
         return 100 * float(self.predicted.std(ddof=1)) / float(np.sqrt(len(self.predicted)))
+
+    @property
+    def sampling_error(self) -> float:
+        """Percent; with the error of the weights, but for what the penalty pulls them to 0."""
+        return 100 * float(self.values.std(ddof=1)) / float(np.sqrt(len(self.values)))
 
 
 def variant(difficulty: Sequence[float] | None, gamed: Gamed | None) -> str:
@@ -88,7 +102,7 @@ def variant(difficulty: Sequence[float] | None, gamed: Gamed | None) -> str:
 
 def by_construction(n: int, name: str) -> LengthControl:
     """A model against itself: a tie each time, whatever the lengths."""
-    return LengthControl(name, (0.0, 0.0, 0.0), np.full(n, 0.5))
+    return LengthControl(name, (0.0, 0.0, 0.0), np.full(n, 0.5), np.zeros(n))
 
 
 def length_control(
@@ -120,7 +134,21 @@ def length_control(
     weights = np.zeros(3)
     weights[used] = fitted(x[:, used], y, weight)
     found = (float(weights[0]), float(weights[1]), float(weights[2]))
-    return LengthControl(variant(difficulty, gamed), found, logistic(features[:, 1:] @ weights[1:]))
+    predicted = logistic(features[:, 1:] @ weights[1:])
+    own = np.zeros((n, 3))  # each comparison's share of the likelihood's slope; the gamed baselines aren't drawn
+    own[known] = (x * (y - logistic(x @ weights))[:, None])[-int(known.sum()) :]
+    own[known] -= own[known].mean(axis=0)  # at the fit they add up to the penalty's slope
+    moved = own @ _pull(x, weight, weights, features) * n
+    return LengthControl(variant(difficulty, gamed), found, predicted, moved)
+
+
+def _pull(x: Array, weight: Array, weights: Array, features: Array) -> Array:
+    """How the likelihood's slope (3,) moves the mean prediction at z = 0, by Newton's step without the penalty: (3,)."""
+    p, flat = logistic(x @ weights), features * np.array([0.0, 1.0, 1.0])
+    at_zero = logistic(flat @ weights)
+    curvature = (x * (weight * p * (1 - p))[:, None]).T @ x
+    slope = (flat * (at_zero * (1 - at_zero))[:, None]).mean(axis=0)
+    return np.asarray(np.linalg.pinv(curvature, rcond=1e-10) @ slope)
 
 
 def length_feature(reference_lengths: Sequence[int], lengths: Sequence[int]) -> Array:
@@ -240,7 +268,7 @@ def read_weights(path: Path) -> dict[str, tuple[float, float, float]]:
 def published(weights: tuple[float, float, float], difficulty: Sequence[float]) -> LengthControl:
     """What published weights predict over these instructions (AlpacaEval: all 805)."""
     hard = np.asarray(difficulty, dtype=float)
-    return LengthControl("length_controlled", weights, logistic(weights[1] * hard + weights[2]))
+    return LengthControl("length_controlled", weights, logistic(weights[1] * hard + weights[2]), np.zeros(len(hard)))
 
 
 def difficulties_of(instructions: Sequence[str], known: Mapping[str, float]) -> list[float] | None:

@@ -67,7 +67,10 @@ def _length_lines(rows: Sequence[Mapping[str, Any]], model: str, reference: str)
 def _line(control: lc.LengthControl, how: str) -> str:
     z, difficulty, quality = control.weights
     weights = f"length {z:.4f}, difficulty {difficulty:.4f}, model {quality:.4f}"
-    return f"  {control.name} ({how})  {_percent(control.win_rate, control.standard_error)}  weights: {weights}"
+    rate = _percent(control.win_rate, control.sampling_error)
+    if control.moved.any():
+        rate += f" (AlpacaEval's error, which takes weights as given: {control.standard_error:.5f})"
+    return f"  {control.name} ({how})  {rate}  weights: {weights}"
 
 
 def _percent(value: float, error: float | None) -> str:

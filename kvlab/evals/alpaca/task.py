@@ -80,6 +80,8 @@ class Alpaca(Task):
             raise SettingError(
                 f"task.judge_url is of an endpoint, and task.judged_by={self.judged_by}: use task.judged_by=openai"
             )
+        if self.judge_model and self.judged_by == "none":
+            raise SettingError("task.judge_model is of a judge, and task.judged_by=none asks for none: leave it out")
         if self.judge_url and not self.judge_url.startswith(("http://", "https://")):
             raise SettingError(f"task.judge_url={self.judge_url}: give an address such as http://localhost:8000/v1")
         if self.judge_timeout <= 0:
@@ -195,8 +197,8 @@ class Alpaca(Task):
             for record in judged:
                 record["values"] |= values_of(found[record["id"]])
         if (control := self._control(finished, judged)) is not None:
-            for record, predicted in zip(judged, control.predicted, strict=True):
-                record["values"][control.name] = float(predicted)
+            for record, value in zip(judged, control.values, strict=True):
+                record["values"][control.name] = float(value)
         return judged
 
     def _against_itself(self, finished: Finished) -> bool:
@@ -253,12 +255,16 @@ class Alpaca(Task):
         return found | {name: make_metric(records, name, "mean", "higher") for name in ("words", "length")}
 
     def notes(self, finished: Finished) -> list[str]:
-        """What readers must know of the judge."""
+        """What readers must know of the judge, and of a length-controlled win rate that says nothing."""
         if self.judged_by == "none" or self._against_itself(finished):
             return []
         judge, about = self._judge_of(finished), finished.about
         rows = list(stored(finished.folder, self._pairs(finished), judge, self.orders).values())
-        return doubts(rows, judge.name, f"{about['policy_label']}, {about['budget_label']}")
+        place = f"{about['policy_label']}, {about['budget_label']}"
+        control = self._control(finished, finished.records)
+        empty = control is not None and not any(control.weights)
+        why = f"{place}: the length-controlled win rate is 50 % for want of data: the fit's penalty left no weights"
+        return [*doubts(rows, judge.name, place), *([why] if empty else [])]
 
     def export(self, finished: Finished, result: Mapping[str, Any]) -> None:
         """AlpacaEval's files, in <experiment>/alpaca/<model>--<policy>--<budget>-<run>."""

@@ -100,26 +100,30 @@ def graded(names: Sequence[str], answers: Sequence[str], output: str) -> dict[st
 def calibration(probs: Sequence[float], correct: Sequence[float]) -> list[dict[str, float]]:
     """What each sample adds to HELM's calibration metrics: the mean over those that have a value is the metric.
 
-    probs    the probability that the model gives to its answer; correct: whether that is right, 0 or 1
+    probs    the probability that the model gives to its answer; correct: whether that is right; a share, as of choices
+             that are equally likely, counts as wrong, as in HELM
     ece_10_bin  expected calibration error with 10 bins of about as many samples each: a sample adds its probability minus
                 its correctness, with the sign that the sum over its bin has; ece_1_bin: all in one bin
-    selective_cov_acc_area  area under accuracy against coverage, the surest first: a sample adds the accuracy up to it
+    selective_cov_acc_area  area under accuracy against coverage, the surest first, which is a mean of correctness with weights:
+                a sample adds what its correctness moves the area by, so that the spread is that of the area
     selective_acc@10        accuracy of the surest tenth, and the next one: only those have the value
     A standard error over these takes bins, signs and ranks as given. Samples that are equally sure keep their order.
     """
-    p, c = np.asarray(probs, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    p, c = np.asarray(probs, dtype=np.float64), np.floor(np.asarray(correct, dtype=np.float64))
     if p.shape != c.shape or not len(p):
         raise ValueError(f"calibration of {len(p)} probabilities and {len(c)} answers: give one of each for a sample")
     gap = p - c
     bins = np.searchsorted(_edges(p), p)
     signs = np.array([math.copysign(1.0, gap[bins == own].sum()) for own in bins])
     ranked = np.argsort(-p, kind="stable")
-    accuracy = np.empty_like(c)
-    accuracy[ranked] = np.cumsum(c[ranked]) / np.arange(1, len(c) + 1)
+    share = np.empty_like(c)  # n times a sample's weight: 1 / k for each k first samples that it is among
+    share[ranked] = np.cumsum((1 / np.arange(1, len(c) + 1))[::-1])[::-1]
+    whole = float((share * c).mean())
+    area = whole + share * (c - whole)
     found = [
-        {"ece_10_bin": ten, "ece_1_bin": one, "selective_cov_acc_area": area}
-        for ten, one, area in zip(
-            (signs * gap).tolist(), (math.copysign(1.0, gap.sum()) * gap).tolist(), accuracy.tolist(), strict=True
+        {"ece_10_bin": ten, "ece_1_bin": one, "selective_cov_acc_area": part}
+        for ten, one, part in zip(
+            (signs * gap).tolist(), (math.copysign(1.0, gap.sum()) * gap).tolist(), area.tolist(), strict=True
         )
     ]
     for place in ranked[: int(0.1 * len(c)) + 1].tolist():

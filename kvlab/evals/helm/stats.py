@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvlab.evals.base import Record
-from kvlab.evals.helm.metrics import CALIBRATION
+from kvlab.evals.helm.metrics import CALIBRATION, calibration
 from kvlab.evals.helm.sample import HelmSample
 
 Json = dict[str, Any]
@@ -69,7 +69,8 @@ def aggregated(instances: Sequence[Json], described: Mapping[str, Json]) -> list
     """HELM's stats.json: the mean over instances of each statistic, one value for a trial, in each context.
 
     A context is a split with a perturbation, and for each perturbation also its instances as they were (`original`) and the
-    lower of both (`worst`); `robustness` is the lowest over all versions. As in HELM, for every statistic alike.
+    lower of both (`worst`); `robustness` is the lowest over all versions. As in HELM, for every statistic alike. Calibration
+    is over the instances of a split and perturbation, where they have probabilities.
     """
     found: dict[str, list[float]] = {}
 
@@ -92,7 +93,25 @@ def aggregated(instances: Sequence[Json], described: Mapping[str, Json]) -> list
             for name, value in _worst(json.loads(key)[0], means, described.values()):
                 add(name, value)
     means_of = {key: math.fsum(values) / len(values) for key, values in found.items()}
-    return [_from_name(json.loads(key), value) for key, value in [*means_of.items(), *contexts.items()]]
+    stats = [_from_name(json.loads(key), value) for key, value in [*means_of.items(), *contexts.items()]]
+    return stats + _calibration(instances)
+
+
+def _calibration(instances: Sequence[Json]) -> list[Json]:
+    """Calibration in each context: split and perturbation."""
+    contexts: dict[str, list[tuple[float, float]]] = {}
+    for entry in instances:
+        means = {each["name"]["name"]: each["mean"] for each in entry["stats"]}
+        if "max_prob" in means and "exact_match" in means:
+            place = {key: value for key, value in entry["stats"][0]["name"].items() if key != "name"}
+            contexts.setdefault(json.dumps(place, sort_keys=True), []).append((means["max_prob"], means["exact_match"]))
+    stats = []
+    for context, pairs in contexts.items():
+        added = calibration(*zip(*pairs, strict=True))
+        for name in CALIBRATION:
+            values = [each[name] for each in added if name in each]
+            stats.append(_from_name({"name": name, **json.loads(context)}, math.fsum(values) / len(values)))
+    return stats
 
 
 def _worst(plain: Json, means: Mapping[str, float], described: Iterable[Json]) -> list[tuple[Json, float]]:

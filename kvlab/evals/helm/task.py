@@ -82,6 +82,8 @@ class Helm(Task):
             if name not in PERTURBATIONS:
                 known = ", ".join(PERTURBATIONS)
                 raise SettingError(f"task.perturbations: unknown {name!r}{did_you_mean(name, PERTURBATIONS)}; known: {known}")
+        if self.hub and self.data_dir is not None:
+            raise SettingError("task.hub=true loads the data from the hub, and task.data_dir names a folder: give one of them")
         if not 0 <= self.typo_share <= 1:
             raise SettingError(f"task.typo_share={self.typo_share}: use a share from 0 to 1")
         checked(self.adapter)
@@ -115,8 +117,12 @@ class Helm(Task):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Bad rows."""
-        return self.data.left_out
+        """Bad rows, and those whose question doesn't fit the context."""
+        return (*self.data.left_out, *self._too_long)
+
+    @cached_property
+    def _too_long(self) -> list[str]:
+        return []
 
     def data_hash(self) -> str:
         """Of the files' bytes, or of the hub's rows."""
@@ -135,11 +141,17 @@ class Helm(Task):
             raise SettingError(f"scenario {self.scenario.label} has no rows for examples: set task.max_train_instances=0")
         shown = sample_examples(data.train, self.adapter.max_train_instances, self.train_trial)
         found: list[Sample] = []
+        self._too_long.clear()
         for instance in data.scored:
-            found.append(self._sample(tokenizer, instance, shown))
-            for name in self.perturbations:
-                if (changed := perturbed(instance, name, self.seed, self.typo_share)) is not None:
-                    found.append(self._sample(tokenizer, changed, shown))
+            changes = (perturbed(instance, name, self.seed, self.typo_share) for name in self.perturbations)
+            try:
+                found += [self._sample(tokenizer, each, shown) for each in (instance, *changes) if each is not None]
+            except SettingError as error:  # a perturbed version that doesn't fit takes its instance with it
+                if self.bad_rows == "stop":
+                    raise
+                self._too_long.append(str(error))
+        if not found:
+            raise SettingError(self._too_long[0])
         return found
 
     def _sample(self, tokenizer: Any, instance: Instance, shown: Sequence[Instance]) -> HelmSample:

@@ -34,10 +34,13 @@ def read_predictions(file: Path) -> list[dict[str, Any]]:
 
     def problem(values: Mapping[str, Any]) -> str | None:
         if dataset is None:
-            return None if "judge" in values else "a prediction of LongBench v2 has the field 'judge'"
+            fits = isinstance(values.get("judge"), bool | int)
+            return None if fits else "a prediction of LongBench v2 has the field 'judge', true or false"
         for name in ("pred", "answers"):
             if name not in values or (name == "pred" and not isinstance(values[name], str)):
                 return f"the field {name!r} is missing or no text; it has: {', '.join(values) or 'nothing'}"
+        if not isinstance(values.get("length", 0), int | float):
+            return f"'length' is {values['length']!r}, and must be a number"
         return answers_problem(dataset, values)
 
     mini = file.suffix == ".json" and dataset is not None and isinstance(_json(file), dict)

@@ -80,6 +80,8 @@ class LongBench(Task):
             raise SettingError("task.tasks: LongBench v2 is one dataset; leave it out with task.version=v2")
         if self.version != "v2" and not self.tasks:
             raise SettingError("task.tasks must be given: one dataset or more, such as task.tasks=[trec,qasper]")
+        if self.version == "mini" and self.prompt_file is not None:
+            raise SettingError("task.prompt_file: MiniLongBench's prompts are whole; leave it out with task.version=mini")
         for name in self.tasks:
             check_dataset(self.version, name)
         if self.max_length < 2:
