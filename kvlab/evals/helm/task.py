@@ -13,7 +13,7 @@ import numpy as np
 from kvlab.evals.base import Finished, Record, Sample, Task, register_task
 from kvlab.evals.chat import answer_ids
 from kvlab.evals.helm import export
-from kvlab.evals.helm.adapter import adapt, answer, block, checked, letter, sample_examples
+from kvlab.evals.helm.adapter import Adapted, adapt, answer, block, checked, letter, sample_examples
 from kvlab.evals.helm.metrics import CALIBRATION, calibration, graded, worst
 from kvlab.evals.helm.perturbations import PERTURBATIONS, perturbed
 from kvlab.evals.helm.sample import HelmSample
@@ -162,7 +162,7 @@ class Helm(Task):
         about: dict[str, Any] = {"answers": instance.answers, "where": instance.where, "instance": instance}
         if adapter.method == SEPARATE:
             choices = tuple(answer_ids(tokenizer, text, asked) for text in texts)
-            adapted = adapt(adapter, shown, instance, tokenizer, max(map(len, choices)), self.context)
+            adapted = self._adapted(tokenizer, instance, shown, max(map(len, choices)))
             right = next(place for place, reference in enumerate(instance.references) if reference.correct)
             return HelmSample(name, adapted.prompt, choices=choices, gold_choice=right, adapted=adapted, **about)
         after = adapter.output_prefix.rstrip(" ") or asked
@@ -172,9 +172,15 @@ class Helm(Task):
             letters = {letter(adapter, place): text for place, text in enumerate(texts)}
             new = max(new, *(len(answer_ids(tokenizer, each, after)) for each in letters))
             about["mapping"] = letters
-        adapted = adapt(adapter, shown, instance, tokenizer, max(new, len(gold)), self.context)
+        adapted = self._adapted(tokenizer, instance, shown, max(new, len(gold)))
         stop = () if adapter.method == JOINT else adapter.stop_sequences
         return HelmSample(name, adapted.prompt, gold=gold, new_tokens=new, stop=stop, adapted=adapted, **about)
+
+    def _adapted(self, tokenizer: Any, instance: Instance, shown: Sequence[Instance], after: int) -> Adapted:
+        """An instance's prompt. Without a passage (or an article) the instance itself is the question, which the policy sees."""
+        found = adapt(self.adapter, shown, instance, tokenizer, after, self.context)
+        asks = not instance.context and "summarization" not in self.scenario.tags
+        return replace(found, prompt=replace(found.prompt, asks=asks))
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
