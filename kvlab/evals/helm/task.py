@@ -177,7 +177,7 @@ class Helm(Task):
         return HelmSample(name, adapted.prompt, gold=gold, new_tokens=new, stop=stop, adapted=adapted, **about)
 
     def _adapted(self, tokenizer: Any, instance: Instance, shown: Sequence[Instance], after: int) -> Adapted:
-        """An instance's prompt. Without a passage (or an article) the instance itself is the question, which the policy sees."""
+        """An instance's prompt. Without a passage the instance itself is the question, which the policy sees."""
         found = adapt(self.adapter, shown, instance, tokenizer, after, self.context)
         asks = not instance.context and "summarization" not in self.scenario.tags
         return replace(found, prompt=replace(found.prompt, asks=asks))
