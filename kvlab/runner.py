@@ -29,7 +29,8 @@ import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Finished, Record, Sample
 from kvlab.measure import PeakMemory, now
-from kvlab.models import load_model
+from kvlab.models import ModelSpec, load_spec, resolve_model
+from kvlab.outline import fingerprint
 from kvlab.protocol import Reader
 from kvlab.reading import Reading
 from kvlab.results import SCHEMA, CellStore
@@ -84,11 +85,15 @@ def _finished(cell: Cell, bench: Workbench, samples: Sequence[Sample], records: 
         folders = [cell.folder] if cell.is_full else cell.full_cache_results()
         return {record["id"]: record for record in CellStore(folders[0]).records()} if folders else None
 
-    def load(name: str | None) -> tuple[Any, Any]:
-        return (bench.model, bench.tokenizer) if name in (None, bench.spec.name) else load_model(name)
+    def spec(name: str | None) -> ModelSpec:
+        return bench.spec if name is None else resolve_model(name)
 
+    def load(name: str | None) -> tuple[Any, Any]:
+        return (bench.model, bench.tokenizer) if spec(name) == bench.spec else load_spec(spec(name))
+
+    about = {**cell.summary(), "git_commit": git_commit()}
     shared = cell.output_dir / cell.name
-    return Finished(cell.folder, shared, {**cell.summary(), "git_commit": git_commit()}, samples, records, full, load)
+    return Finished(cell.folder, shared, about, samples, records, full, load, lambda name: fingerprint(spec(name)))
 
 
 def _finish_samples(

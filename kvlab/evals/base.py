@@ -84,6 +84,7 @@ class Finished:
     samples  in order, and `records` beside them
     full     records by sample id of the full cache's cell, None where there is none yet
     load     a model and its tokenizer by name or path, as `kvlab.load_model` has them; without a name the cell's own
+    weights  what tells that model from others of its name
     """
 
     folder: Path
@@ -93,6 +94,7 @@ class Finished:
     records: list[Record]
     full: Callable[[], dict[str, Record] | None]
     load: Callable[[str | None], tuple[Any, Any]]
+    weights: Callable[[str | None], str]
 
 
 @dataclass(frozen=True)

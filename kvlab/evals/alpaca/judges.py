@@ -114,11 +114,11 @@ class LocalJudge:
     """A local causal model: one forward pass of the question, then the softmax over its two labels.
 
     load  gives the model, unpatched, and its tokenizer, when the judge is first asked
-    name  for the record
+    name  for the record, with what tells its weights from others of that name
     """
 
-    def __init__(self, load: Callable[[], tuple[Any, Any]], name: str) -> None:
-        self._load, self.name = load, name
+    def __init__(self, load: Callable[[], tuple[Any, Any]], name: str, weights: str = "") -> None:
+        self._load, self.name, self.weights = load, name, weights
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
@@ -126,8 +126,8 @@ class LocalJudge:
 
     @property
     def identity(self) -> str:
-        """The model's name and the wording."""
-        return f"local {self.name} {WORDING}"
+        """The model, its weights and the wording."""
+        return " ".join(filter(None, ("local", self.name, self.weights, WORDING)))
 
     @property
     def parameters(self) -> int | None:

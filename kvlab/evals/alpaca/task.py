@@ -209,7 +209,8 @@ class Alpaca(Task):
         if self.judged_by == "openai":
             assert self.judge_url and self.judge_model
             return EndpointJudge(self.judge_url, self.judge_model, self.judge_key, self.judge_timeout, self.judge_retries)
-        return LocalJudge(lambda: finished.load(self.judge_model), self.judge_model or str(finished.about["model"]))
+        name = self.judge_model or str(finished.about["model"])
+        return LocalJudge(lambda: finished.load(self.judge_model), name, finished.weights(self.judge_model))
 
     def _pairs(self, finished: Finished) -> list[Pair]:
         """Each record's output beside the reference's."""
