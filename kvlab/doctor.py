@@ -48,6 +48,7 @@ def checks() -> list[Check]:
         _data(),
         _extra("wandb", "results also go to W&B (online where a key is known, else offline)", "logger=none is all there is"),
         _extra("datasets", "texts from the hub (task.dataset=...)", "texts come from files (task.file=...)"),
+        _benchmarks(),
     ]
 
 
@@ -121,6 +122,14 @@ def _data() -> Check:
     if not folder.is_dir():
         return Check("data folder", "no", f"{folder} does not exist: correct KVLAB_DATA_DIR")
     return Check("data folder", "ok", str(folder))
+
+
+def _benchmarks() -> Check:
+    """Packages of the extra `evals`, by the names that they are imported by."""
+    packages = ("lm_eval", "rouge", "jieba", "rapidfuzz", "rouge_score", "sklearn")
+    if missing := [name for name in packages if find_spec(name) is None]:
+        return Check("benchmarks", "no", f"without {', '.join(missing)} some can't be run: pip install 'kvlab[evals]'")
+    return Check("benchmarks", "ok", f"lm-eval {version('lm_eval')}; task=lm_eval, longbench, helm, alpaca")
 
 
 def _extra(package: str, gives: str, otherwise: str) -> Check:
