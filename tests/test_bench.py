@@ -18,6 +18,7 @@ def quick(monkeypatch):
     """A small tensor to measure bandwidth on."""
     ones = torch.ones
     monkeypatch.setattr(timing.torch, "ones", lambda count, **options: ones(min(count, 2**16), **options))
+    monkeypatch.setattr("kvlab.bench.choices.CONTEXT", 60)
 
 
 def test_every_bench_prints_a_table(capsys):
@@ -28,7 +29,7 @@ def test_every_bench_prints_a_table(capsys):
         "h2o at 20% over transformers' DynamicCache, batch 2 × 192",
         "knorm over streaming_llm",
         "scan over token by token",
-        "h2o, stream: 4 choices of 1 contexts of 500 tokens",
+        "h2o, stream: 4 choices of 1 contexts of 60 tokens",
     ):
         assert said in out
     assert "**no**" not in out.split("### Keys and values held")[0], "targets are for another model"

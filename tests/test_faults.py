@@ -248,9 +248,21 @@ FAULTS = {
     ),
     "choices are scored one behind the other": (
         "reading.py",
-        "fork = self.fork().take(rows)",
-        "fork = self.take(rows)",
+        "fork = self.fork().take([row for row, _ in some])",
+        "fork = self.take([row for row, _ in some])",
         ["tests/test_protocol.py"],
+    ),
+    "lm-eval's continuation loses its first token": (
+        "evals/harness/requests.py",
+        "continuation)[len(start) :])",
+        "continuation)[len(start) + 1 :])",
+        ["tests/test_lm_eval.py"],
+    ),
+    "a cut context keeps its start": (
+        "evals/harness/requests.py",
+        "return context[-room:]",
+        "return context[:room]",
+        ["tests/test_lm_eval.py"],
     ),
     "positions count pads": (
         "reading.py",

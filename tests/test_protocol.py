@@ -76,7 +76,7 @@ def test_stream_equals_a_hand_written_loop(policy, budget):
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
+@pytest.mark.parametrize("policy", [pytest.param("streaming_llm", marks=pytest.mark.slow), "h2o"])
 def test_stream_equals_a_hand_written_loop_on_real_text(policy):
     if not is_fetched():
         pytest.skip("the embedded model isn't fetched (make setup)")
