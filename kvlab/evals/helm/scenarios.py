@@ -56,41 +56,33 @@ def _sense(name: str, description: str, make: Any, **where: Any) -> Scenario:
     return Scenario(name, description, ("knowledge", "multiple_choice"), make, adapters, MATCHES, **where)
 
 
+def _summary(name: str, description: str, make: Any, adapters: dict[Method, Adapter], helm_name: str, **where: Any) -> Scenario:
+    """Articles and their summaries; helm_name: what HELM calls the data set."""
+    lengths = {"sampling_min_length": 50, "sampling_max_length": 150, "doc_max_length": drafts.WORDS}
+    where |= {"helm_class": f"{_HELM}summarization_scenario.SummarizationScenario"}
+    where |= {"helm_args": {"dataset_name": helm_name, **lengths}}
+    return Scenario(name, description, ("summarization",), make, adapters, ROUGES, **where)
+
+
 _ALL = (
-    Scenario(
+    _summary(
         "xsum",
         "News articles of the BBC and one sentence on each.",
-        ("summarization",),
         drafts.xsum,
         _summaries(1, 64),
-        ROUGES,
+        "xsum",
         file="xsum/xsum_0shot.jsonl",
         hub=Hub("EdinburghNLP/xsum", split="test"),
-        helm_class=f"{_HELM}summarization_scenario.SummarizationScenario",
-        helm_args={
-            "dataset_name": "xsum",
-            "sampling_min_length": 50,
-            "sampling_max_length": 150,
-            "doc_max_length": drafts.WORDS,
-        },
     ),
-    Scenario(
+    _summary(
         "cnn_dailymail",
         "News articles of CNN and the Daily Mail and their highlights.",
-        ("summarization",),
         drafts.cnn,
         _summaries(3, 128),
-        ROUGES,
+        "cnn-dm",
         file="cnn_dailymail/train_sample.zip",
         rows=files.cnn_rows,
         hub=Hub("abisee/cnn_dailymail", "3.0.0", split="test"),
-        helm_class=f"{_HELM}summarization_scenario.SummarizationScenario",
-        helm_args={
-            "dataset_name": "cnn-dm",
-            "sampling_min_length": 50,
-            "sampling_max_length": 150,
-            "doc_max_length": drafts.WORDS,
-        },
     ),
     _sense(
         "copa",
