@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.store import GROWTH, SlotStore
+from kvlab.rows import GROWTH
+from kvlab.cache.store import SlotStore
 
 MASS, TOKEN, MARKS = torch.float32, torch.int32, torch.int16
 

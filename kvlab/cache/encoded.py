@@ -1,0 +1,172 @@
+"""A store whose keys and values are held encoded by a codec. Positions and state of tokens are held as in any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.store import StateKinds, TokenRows, View
+from kvlab.codecs.base import Codec
+from kvlab.codecs.side import Side
+from kvlab.kernels.dispatch import Kernels
+from kvlab.kernels.reference import AttentionRule, weights_of
+from kvlab.rows import Counts, Rows
+from kvlab.shapes import Attention, Kept, Keys, Outputs, PerHead, Positions, Queries, QueryPositions, Values
+
+Rotate = Callable[[Keys, Positions], Keys]
+
+
+class EncodedStore(TokenRows):
+    """Positions and per-token state of one layer in its own planes, keys and values in two sides.
+
+    rotate  turns keys to their positions, where they are held without their rotation; None: they are held as they are
+    """
+
+    encoded = True
+    codec: Codec
+    sides: tuple[Side, Side]
+    rotate: Rotate | None = None
+
+    @classmethod
+    def of(cls, codec: Codec, keys: Keys, values: Values, state: StateKinds, kernels: Kernels) -> Self:
+        """A store without tokens, for keys and values like these (their slots axis may be anything)."""
+        store = cls.none(keys.shape[:2], {"positions": (torch.int32, ()), **state}, keys.device)
+        store.codec = codec
+        store.sides = codec.sides(keys, values, kernels)
+        return store
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def evictable(self) -> bool:
+        """Whether single tokens may leave at any time."""
+        return self.codec.evictable
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Numbers of a key and of a value."""
+        return self.sides[0].dim, self.sides[1].dim
+
+    @property
+    def state_count(self) -> int:
+        """How many kinds of per-token state there are."""
+        return len(self.planes) - 1
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of key and value storage held, free slots included, by what they hold."""
+        found: dict[str, int] = {}
+        for side in self.sides:
+            for kind, size in side.bytes_by_part.items():
+                found[kind] = found.get(kind, 0) + size
+        return found
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of key and value storage held, free slots included."""
+        return sum(self.parts.values())
+
+    @property
+    def row_bytes(self) -> np.ndarray:
+        """The part of `kv_bytes` that each sequence takes, (batch,)."""
+        return self.sides[0].bytes_by_row + self.sides[1].bytes_by_row
+
+    def view(self) -> View:
+        """Dense view, in which keys and values are decoded when they are asked for."""
+        dense, full, index = self._view()
+        positions = dense.pop("positions")
+        keys, values = self.sides
+
+        def read_keys() -> Keys:
+            return keys.dense() if self.rotate is None else self.rotate(keys.dense(), positions).to(values.dtype)
+
+        return View(positions, dense, full, index, read_keys, values.dense)
+
+    def attend(
+        self, queries: Queries, query_positions: QueryPositions, view: View, rule: AttentionRule
+    ) -> tuple[Outputs, Attention]:
+        """Attention over all tokens, of which a block at most is decoded at once; also its weights."""
+        place = None if self.rotate is None else self._placed(view.positions, self.rotate)
+        dots = self.sides[0].dots(queries, place)
+        weights = weights_of(dots * rule.scaling, query_positions, view.positions, rule)
+        return self.sides[1].mix(weights), weights
+
+    @staticmethod
+    def _placed(positions: Positions, rotate: Rotate) -> Callable[[Tensor, Positions], Tensor]:
+        last = positions.shape[-1] - 1
+        return lambda keys, slots: rotate(keys, positions.gather(-1, slots.clamp(max=last)))
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def append(
+        self,
+        keys: Keys,
+        values: Values,
+        positions: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        arrived: Counts | None = None,
+        more_to_come: bool = False,
+    ) -> None:
+        """Add a turn's tokens, in full precision. Arguments as of `SlotStore.append`."""
+        valid = positions >= 0
+        if arrived is None:
+            arrived = valid.sum(-1).cpu().numpy()[:, None]
+        self.add({"positions": positions[:, None], **state}, valid, arrived=arrived, more_to_come=more_to_come)
+        for side, tokens in zip(self.sides, (keys, values), strict=True):
+            side.add(tokens, valid, arrived, more_to_come)
+
+    def insert(
+        self, keys: Keys, values: Values, positions: Tensor, state: Mapping[str, Tensor], rows: Rows | None = None
+    ) -> None:
+        """Write one token into each row, in full precision. Arguments as of `SlotStore.insert`."""
+        self.add_one({"positions": positions[:, None], **state}, rows)
+        for side, tokens in zip(self.sides, (keys, values), strict=True):
+            side.add_one(tokens, rows)
+
+    def seal(self, turn_end: bool, limit: Counts | None) -> None:
+        """Encode what is due, at a turn's end or after a step. limit: tokens that rows may hold."""
+        for side in self.sides:
+            side.seal(turn_end, limit)
+
+    def keep(self, kept: Kept, view: View, limit: Counts | None) -> None:
+        """Drop all but `kept` (as in `view`). Raises ValueError where a group of tokens would lose only some."""
+        for side in self.sides:
+            most = int(side.encoded.max(initial=0))
+            if most and not side.may_keep(kept[..., :most]):
+                raise ValueError(
+                    f"codec {self.codec.name} holds earlier turns in groups of tokens, of which single ones can't leave: use a "
+                    "codec that encodes each token by itself (codec=int4), policy=full, or one turn only"
+                )
+        for side in self.sides:
+            side.keep(kept, limit)
+        self.keep_slots(kept, limit, view.index)
+
+    def vacate(self, slots: PerHead, rows: Rows | None = None) -> None:
+        """Drop one token a row, by its slot in the dense view; the row's last token takes its place."""
+        for side in self.sides:
+            side.vacate(slots, rows)
+        super().vacate(slots, rows)
+
+    def observe(self, attention: Tensor) -> None:
+        """Show the sides the attention of the last queries, (batch, kv_heads, queries, slots)."""
+        for side in self.sides:
+            side.observe(attention)
+
+    def select_rows(self, sequences: Tensor) -> None:
+        """Take these sequences of the batch, in this order."""
+        super().select_rows(sequences)
+        for side in self.sides:
+            side.select_rows(sequences)
+
+    def copy(self) -> Self:
+        """An independent copy of everything held."""
+        other = super().copy()
+        other.codec, other.rotate = self.codec, self.rotate
+        keys, values = self.sides
+        other.sides = keys.copy(), values.copy()
+        return other

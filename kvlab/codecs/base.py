@@ -1,0 +1,130 @@
+"""What a codec is: how keys and values are held in fewer bits or channels. One paper, one file, no model anywhere.
+
+A codec is a frozen dataclass registered by name; its fields are its settings (and its Hydra config). It makes the two sides of
+each layer, which hold what it encodes. Attention inside a turn is over what came in; at the turn's end the policy evicts first,
+then codecs encode. A decoded token comes in in full precision, attends, and is encoded when its codec says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from kvlab.codecs.side import Side
+from kvlab.hints import did_you_mean
+from kvlab.kernels.dispatch import Kernels
+from kvlab.policies.base import Policy
+from kvlab.registry import Registry
+from kvlab.settings import check
+
+
+class CodecError(ValueError):
+    """A codec, one of its settings or a composition that cannot be: the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Base of all codecs. Override `sides`; declare the rest only where it differs."""
+
+    name: ClassVar[str] = ""
+    joint: ClassVar[bool] = False
+    """Whether the heads of a layer are encoded together, so that they must hold the same tokens."""
+
+    def __post_init__(self) -> None:
+        check(self, f"codec {self.name}", CodecError)
+
+    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[Side, Side]:
+        """Empty sides of one layer for keys and values like these, (batch, kv_heads, tokens, dim)."""
+        raise NotImplementedError(f"codec {self.name or type(self).__name__} has no sides()")
+
+    def bits_of(self, side: str, dim: int, itemsize: int) -> float:
+        """Bits of one number of an encoded token, for budgets in bytes. side: keys or values; dim: numbers of a token and head."""
+        return 8.0 * itemsize
+
+    @property
+    def evictable(self) -> bool:
+        """Whether each token is encoded alone and at once, so that any may leave at any time."""
+        return False
+
+    @property
+    def pre_rope(self) -> bool:
+        """Whether keys are held without their rotation."""
+        return False
+
+    @property
+    def watches(self) -> int:
+        """How many of the last queries' attention the sides are shown, 0 for none."""
+        return 0
+
+    @property
+    def label(self) -> str:
+        """For tables and folders: the name and the settings that aren't defaults."""
+        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
+
+    def check_policy(self, policy: Policy) -> None:
+        """Raises CodecError where this policy and this codec can't work together honestly."""
+        if self.joint and policy.ragged:
+            raise CodecError(
+                f"codec {self.name} encodes the heads of a layer together, and under policy {policy.name} they hold different "
+                "tokens; use a codec that takes each head by itself, such as codec=int4"
+            )
+        if not self.evictable and drops_after_prompt(policy):
+            grow = "policy.after_prompt=grow, " if hasattr(policy, "after_prompt") else ""
+            raise CodecError(
+                f"codec {self.name} encodes tokens in groups, and policy {policy.name} drops single tokens at decode steps, "
+                f"which can't leave a group: use {grow}a codec that encodes each token by itself (codec=int4), or policy=full"
+            )
+
+
+def drops_after_prompt(policy: Policy) -> bool:
+    """Whether tokens may leave at decode steps."""
+    return policy.evicts and policy.drops and (policy.when == "every_step" or policy.chooses or policy.ranks_after_prompt)
+
+
+CODECS: Registry[Codec] = Registry("codec", "register_codec", CodecError, "kvlab.codecs")
+CodecType = TypeVar("CodecType", bound=type[Codec])
+
+
+def register_codec(name: str) -> Callable[[CodecType], CodecType]:
+    """Class decorator: make a codec known by `name`. Raises CodecError if another module's codec has that name."""
+
+    def add(cls: CodecType) -> CodecType:
+        CODECS.check(name, cls)
+        cls.name = name
+        CODECS.classes[name] = cls
+        return cls
+
+    return add
+
+
+def codec_names() -> list[str]:
+    """Names of all registered codecs, those of installed plug-ins (entry-point group `kvlab.codecs`) included."""
+    return CODECS.names()
+
+
+def codec_class(name: str) -> type[Codec]:
+    """The codec registered by `name`. Raises CodecError with near names if there is none."""
+    return CODECS.find(name)
+
+
+def make_codec(name: str, **settings: object) -> Codec:
+    """A codec by name with its settings. Raises CodecError on an unknown name or setting, or a wrong value."""
+    cls = codec_class(name)
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    for setting in settings:
+        if setting not in known:
+            hint = did_you_mean(setting, known)
+            raise CodecError(f"codec {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
+    return cls(**settings)  # type: ignore[arg-type]
+
+
+def one_codec(codecs: Sequence[Codec]) -> Codec | None:
+    """The codec of a list, None for an empty one. Raises CodecError for several, which can't be chained."""
+    if len(codecs) > 1:
+        raise CodecError(f"codec={[codec.name for codec in codecs]}: these can't be chained; give one")
+    return codecs[0] if codecs else None
