@@ -21,6 +21,8 @@ install_import_hook(
         "kvlab.kernels.reference",
         "kvlab.kernels.cpu",
         "kvlab.kernels.gpu",
+        "kvlab.kernels.packed",
+        "kvlab.kernels.packed_gpu",
         "kvlab.policies",
         "kvlab.session",
     ],

@@ -430,8 +430,9 @@ COMPILE = textwrap.dedent("""
         get_current_stream = lambda self, device: 0
 
     triton.runtime.driver.set_active(Driver())
-    from kvlab.kernels import gpu
+    from kvlab.kernels import gpu, packed_gpu
     from kvlab.kernels.contract import Arrivals, Decay, Limits, Marks, ScanRule, Slots
+    from kvlab.kernels.packed import Packed, packed_bytes
     from kvlab.kernels.reference import AttentionRule, Fade
 
     class Compiled:
@@ -443,8 +444,10 @@ COMPILE = textwrap.dedent("""
             assert metadata.shared <= 99 * 1024, (self.kernel.__name__, metadata.shared)
             print("compiled", self.kernel.__name__)
 
-    for name in ("_attend_part", "_combine", "_scan", "_forward", "_mass"):
-        setattr(gpu, name, Compiled(getattr(gpu, name)))
+    for module, names in ((gpu, ("_attend_part", "_combine", "scan_units", "_forward", "_mass")),
+                          (packed_gpu, ("_logits", "_mix"))):
+        for name in names:
+            setattr(module, name, Compiled(getattr(module, name)))
 
     def run(dtype, dim, tokens, rule, attention, planes, width=1):
         total = 600
@@ -479,6 +482,14 @@ COMPILE = textwrap.dedent("""
     run(torch.float32, 64, 5, decayed, fading, True)
     run(torch.bfloat16, 64, 5, far, AttentionRule(0.1), False, 2)
     run(torch.float32, 0, 5, far, AttentionRule(0.1), True, 8)
+
+    for bits, unit, dim, channels, dtype in ((2, 32, 128, 1, torch.bfloat16), (4, 1, 80, 32, torch.float16),
+                                             (3, 1, 64, 64, torch.float32), (16, 8, 256, 1, torch.bfloat16)):
+        planes = 2 * [torch.zeros(9, -(-dim // channels)).half()]
+        side = Packed(torch.zeros(9, packed_bytes(unit * dim, bits)).byte(), *planes, torch.zeros(2).long(),
+                      torch.zeros(2).long(), bits, unit, dim, channels, 4)
+        packed_gpu.packed_logits(torch.zeros(1, 2, 3, 1, dim, dtype=dtype), side)
+        packed_gpu.packed_mix(torch.zeros(1, 2, 3, 1, 4 * unit), side)
 """)
 
 
@@ -489,4 +500,4 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     environment.pop("TRITON_INTERPRET", None)
     ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("compiled") >= 17, ran.stdout
+    assert ran.stdout.count("compiled") >= 25, ran.stdout

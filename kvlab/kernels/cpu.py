@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def evict_scan(
         rule.coupled,
         out.numpy(),
     )
-    _over_rows(compiled.scan, batch if rule.coupled else rows, arguments)
+    workers.over_rows(compiled.scan, batch if rule.coupled else rows, arguments)
     return out.view(batch, heads, group, tokens, value_dim)
 
 
@@ -86,7 +85,7 @@ def decode_attend(
         out.numpy(),
         weights.numpy(),
     )
-    _over_rows(compiled.decode, batch * heads, arguments)
+    workers.over_rows(compiled.decode, batch * heads, arguments)
     return out.unflatten(0, (batch, heads)), weights.unflatten(0, (batch, heads)) if want_weights else None
 
 
@@ -137,12 +136,6 @@ def prefill_stats(
 
     workers.share(work, parts, here=False)
     return out, mass[0] if parts == 1 else mass.sum(0)
-
-
-def _over_rows(kernel: Callable[..., None], rows: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel over rows (or coupled units of them), each thread over some of its own."""
-    parts = max(1, min(workers.threads(), rows))
-    workers.share(lambda part: kernel(part * rows // parts, (part + 1) * rows // parts, *arguments), parts)
 
 
 def _chunk(group: int, slots: int, threads: int) -> int:

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
-from kvlab.kernels import reference
+from kvlab.kernels import packed, reference
 from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
+from kvlab.kernels.packed import Packed
 from kvlab.kernels.reference import AttentionRule
 from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPositions, Scores, Values
 
@@ -78,6 +79,27 @@ class EvictScan(Protocol):
         ...
 
 
+class PackedLogits(Protocol):
+    """Dot products of queries with packed keys as they decode, not scaled: (batch, kv_heads, group, queries, packed.tokens) in
+    float32, 0 beyond a row's end.
+    """
+
+    def __call__(self, queries: Queries, packed: Packed, /) -> Attention:
+        """See above."""
+        ...
+
+
+class PackedMix(Protocol):
+    """Sums over tokens of weight * packed value as it decodes: (batch, kv_heads, group, queries, dim) in float32.
+
+    Weights are float32 and have a column for each of packed.tokens or more; those beyond a row's end aren't looked at.
+    """
+
+    def __call__(self, weights: Attention, packed: Packed, /) -> Outputs:
+        """See above."""
+        ...
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The operations of one back end; what it lacks is done step by step with the reference."""
@@ -86,6 +108,8 @@ class Kernels:
     prefill_stats: PrefillStats
     decode_attend: DecodeAttend | None = None
     evict_scan: EvictScan | None = None
+    packed_logits: PackedLogits = packed.packed_logits
+    packed_mix: PackedMix = packed.packed_mix
 
 
 REFERENCE = Kernels("reference", reference.attend_with_mass)
@@ -100,8 +124,10 @@ def choose(wanted: str, device_type: str, dtype: torch.dtype) -> Kernels:
         return REFERENCE
     for name, device, package in (("cpu", "cpu", "numba"), ("gpu", "cuda", "triton")):
         if wanted in ("auto", name) and device_type == device and dtype in DTYPES and find_spec(package) is not None:
-            module = importlib.import_module(f"kvlab.kernels.{name}")
-            return Kernels(name, module.prefill_stats, module.decode_attend, module.evict_scan)
+            module, codes = (importlib.import_module(f"kvlab.kernels.{prefix}{name}") for prefix in ("", "packed_"))
+            return Kernels(
+                name, module.prefill_stats, module.decode_attend, module.evict_scan, codes.packed_logits, codes.packed_mix
+            )
     if wanted != "auto":
         need = {"cpu": "the CPU", "gpu": "a CUDA device and the package triton"}[wanted]
         raise ValueError(

@@ -38,6 +38,7 @@ from kvlab.kernels.gpu_tiles import (
     load_tile,
     logits_of,
     sink_of,
+    splits_of,
     visible,
 )
 from kvlab.kernels.reference import AttentionRule
@@ -46,7 +47,6 @@ from kvlab.shapes import Attention, Keys, Outputs, Positions, Queries, QueryPosi
 STEP_BYTES = 2**22
 """Keys and values of a unit's rows beyond which many tokens are taken one launch after the other, each over the whole GPU;
 below, one program takes a unit through all its tokens. A guess: where a launch's cost meets one processor's bandwidth."""
-MAX_SPLITS = 64
 
 # --------------------------------------------------------------------------------------------- attention over slots
 
@@ -206,18 +206,6 @@ def _tiles(queries: int, dims: dict[str, int], dtype: torch.dtype) -> dict[str, 
     }
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _splits(widest: int, programs: int, device: torch.device) -> int:
-    """Shares of a row's tokens: enough to keep the GPU busy, none much shorter than 128 slots where rows are full."""
-    if INTERPRETED.value:
-        return min(3, triton.cdiv(widest, 16))
-    return max(1, min(MAX_SPLITS, triton.cdiv(4 * _multiprocessors(device), programs), triton.cdiv(widest, 128)))
-
-
 def _sinks(rule: AttentionRule) -> Tensor | None:
     return None if rule.sinks is None else rule.sinks.detach().float().contiguous()
 
@@ -256,7 +244,7 @@ def decode_attend(
     queries, query_positions, sinks = queries.contiguous(), query_positions.contiguous(), _sinks(attention)
     tiles = _tiles(lines, dims, slots.keys.dtype)
     blocks = triton.cdiv(lines, tiles["BM"])
-    splits = _splits(widest, rows * blocks, queries.device)
+    splits = splits_of(widest, rows * blocks, queries.device)
     new = functools.partial(torch.empty, dtype=torch.float32, device=queries.device)
     tops, totals, parts = new(rows, lines, splits), new(rows, lines, splits), new(rows, lines, splits, dims["VD"])
     out = new(batch, heads, group, count, dims["VD"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,6 +20,7 @@ NONE = tl.constexpr(2**30)  # beyond all slots and positions
 INFINITY = tl.constexpr(float("inf"))
 BELOW = tl.constexpr(1 - contract.HAIR)
 ALL, ENTER, SETTLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # stages of `scan_units`
+MAX_SPLITS = 64
 
 
 class Bits(NamedTuple):
@@ -183,3 +186,18 @@ def merge_heads(weights, GROUP: tl.constexpr, MERGE: tl.constexpr):
         if MERGE == MEAN:
             merged = merged / GROUP
     return merged
+
+
+# ------------------------------------------------------------------------------------------------------ on the host
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def splits_of(widest: int, programs: int, device: torch.device) -> int:
+    """Shares of a row's tokens: enough to keep the GPU busy, none much shorter than 128 slots where rows are full."""
+    if INTERPRETED.value:
+        return max(1, min(3, triton.cdiv(widest, 16)))
+    return max(1, min(MAX_SPLITS, triton.cdiv(4 * _multiprocessors(device), programs), triton.cdiv(widest, 128)))

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -58,6 +59,12 @@ def share(part: Part, parts: int, *, here: bool = True) -> None:
             error = job.done.get() or error
     if error is not None:
         raise error
+
+
+def over_rows(kernel: Callable[..., None], rows: int, arguments: tuple[Any, ...]) -> None:
+    """Run kernel(first, end, *arguments) over rows (or coupled units of them), each thread over some of its own."""
+    parts = max(1, min(threads(), rows))
+    share(lambda part: kernel(part * rows // parts, (part + 1) * rows // parts, *arguments), parts)
 
 
 Inbox = SimpleQueue[tuple[_Job, int] | None]
