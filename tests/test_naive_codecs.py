@@ -235,6 +235,9 @@ def test_decoquant_factors_by_hand():
     left, small = naive_decoquant.factors([[-1, 0, 0, -4]], 2)  # already diagonal: 4 comes first, signs are in T_L
     assert np.allclose(small, [[0, 2], [1, 0]]) and np.allclose(left, [[0, -1], [-2, 0]])
 
+    for smallest, stays in [(1e-4, True), (1e-7, False)]:
+        assert np.any(naive_decoquant.factors([[1, 0, 0, smallest]], 2)[1][1]) == stays
+
 
 @pytest.mark.parametrize("j", [1, 2, 8, 16])
 def test_decoquant_factors_multiply_to_the_block(j):
@@ -313,7 +316,7 @@ def test_qaq_groups_by_hand():
     assert decode_group(group).tolist() == [0, 100, 1, 3, -50]
     group = encode_group([0, 100, 1, 3, -50], [1, 4], 0)
     assert (group.codes, group.zero) == ([], 1.5) and decode_group(group).tolist() == [1.5, 100, 1.5, 1.5, -50]
-    assert encode_group([0.1, 0.1], [], 0).zero == np.float16(0.1)  # the nearest half, not the one below
+    assert encode_group([1, 1 + 1.5 * ULP], [], 0).zero == 1 + ULP  # of 1 + 0.75 ULP: the nearest half, not the one below
     assert decode_group(encode_group([4, 5], [0, 1], 2)).tolist() == [4, 5]
 
 
@@ -323,7 +326,8 @@ def test_qaq_bits_of_values_by_hand():
     assert naive_qaq.wanted("values", 2 * math.sqrt(3) * 3 * 2**1.5, 0.5, 4, paper) == pytest.approx(1.5)
     # e = sqrt(3) * 3 / (1/2) = 6 sqrt(3)
     assert naive_qaq.wanted("values", 12 * math.sqrt(3) * 2.5, 0.5, 4, code) == pytest.approx(math.log2(3.5))
-    assert naive_qaq.wanted("values", 5, 0.5, 1, paper) == naive_qaq.wanted("values", 5, 0.5, 2, paper)
+    first = [naive_qaq.wanted("values", 5, 0.5, seen, paper) for seen in (1, 2, 3)]
+    assert first[0] == first[1] < first[2]
     bits = [naive_qaq.token_bits("values", 6 * math.sqrt(3) * 2**x, 0.5, 0, 4, paper) for x in (-3, 0.5, 1.5, 3.5, 9)]
     assert bits == [0, 1, 2, 4, 4]
 
@@ -359,9 +363,19 @@ def test_qaq_importance_is_the_largest_recent_weight():
     assert naive_qaq.shares(rows, 3, 1, "head").tolist() == [[0.8, 0.9, 0.6]]
     assert naive_qaq.shares(rows, 3, 2, "head").tolist() == [[0.5, 0.5, 0.6], [0.8, 0.9, 0.1]]
     assert naive_qaq.shares(rows, 3, 2, "layer").tolist() == [[0.8, 0.9, 0.6]]
+    assert naive_qaq.shares([np.array([[0.1], [0.2], [0.3], [0.4]])], 1, 2, "head").tolist() == [[0.2], [0.4]]
 
 
-def qaq_story(**settings):
+def test_qaq_demotes_what_it_holds():
+    error = 7 * 2 / (2 * math.sqrt(3) * 2**2.5)  # 2.5 bits at T = 4 with all of the attention, 1.5 with half of it
+    side = naive_qaq.Side("values", Settings(window=1, outliers=0.0, error_values=error))
+    side.encode([[[0, 1.3, 7]]], np.ones((1, 4)), 4)
+    assert side.held(1).tolist() == [[[0, 1, 7]]]
+    side.revise(np.full((1, 4), 0.5), 4)  # 1.3 would be nearer to the second of four steps, 1 is nearer to the first
+    assert side.bits().tolist() == [[2]] and side.groups[0][0].codes == [0, 0, 3]
+
+
+def qaq_story(kind="step", **settings):
     """Bits and decoded values of token 0 after a turn (that looks at it), a step (that looks away), a step (at it again)."""
     error = 7 * math.sqrt(2) / (2 * math.sqrt(3) * 2**2.3)  # 2.3 bits at T = 2, 2.6 at 3, 2.8 at 4, with all of the attention
     cache = NaiveQaqCache(Settings(window=1, outliers=0.0, error_values=error, **settings), scaling=1.0)
@@ -369,13 +383,13 @@ def qaq_story(**settings):
     cache.event("turn", [[[60, 0], [0, 60]]], [[value, value]], [[[0, 1], [1, 0]]])
     story = [(int(cache.values.bits()[0, 0]), cache.values.held(1)[0, 0].tolist())]
     for query in (at_second, at_first):
-        cache.event("step", [[[0, 0]]], [[value]], query)
+        cache.event(kind, [[[0, 0]]], [[value]], query)
         story.append((int(cache.values.bits()[0, 0]), cache.values.held(1)[0, 0].tolist()))
     return story, cache
 
 
 def test_qaq_demotes_and_promotes():
-    assert qaq_story()[0] == [(3, [0, 3, 7])] * 3
+    assert qaq_story()[0] == qaq_story("turn", dynamic=True)[0] == [(3, [0, 3, 7])] * 3
     assert qaq_story(dynamic=True)[0] == [(3, [0, 3, 7]), (1, [0, 0, 7]), (1, [0, 0, 7])]
     assert qaq_story(dynamic=True, promote=True)[0] == [(3, [0, 3, 7]), (1, [0, 0, 7]), (3, [0, 3, 7])]
     nothing = (0, [3.5, 3.5, 3.5])
