@@ -43,7 +43,7 @@ class RowPlanes:
     @classmethod
     def none(
         cls, rows: tuple[int, ...], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ) -> RowPlanes:
+    ) -> Self:
         """Rows without slots. kinds: name -> (dtype, shape of one slot)."""
         nothing = np.zeros(rows, dtype=np.int64)
         planes = {name: torch.zeros(0, *shape, dtype=kind, device=device) for name, (kind, shape) in kinds.items()}

@@ -143,7 +143,7 @@ def _leave_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Keys reach the cache rotated; the rotation is left on the cache's layer, so that it can be undone."""
     cache = _kvlab_cache(args, kwargs)
     tables = kwargs.get("position_embeddings")
-    if cache is not None and cache.plan.policy.rolling and tables is not None:
+    if cache is not None and cache.plan.unrotates and tables is not None:
         cos, sin = tables
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
         dims = getattr(module, "rotary_ndims", None)

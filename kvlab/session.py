@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvlab.budget import Budget, BudgetError
 from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
+from kvlab.codecs import Codec, CodecError, one_codec
 from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
@@ -68,7 +69,7 @@ def attach(
     model: PreTrainedModel,
     policy: Policy,
     budget: Budget | None = None,
-    codec: Sequence[object] = (),
+    codec: Codec | Sequence[Codec] = (),
     share: object | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
@@ -79,7 +80,8 @@ def attach(
 
     model      a transformers model whose attention goes through the attention interface
     policy     from `make_policy`; budget: None means no limit
-    codec, share  reserved for codecs and for sharing between layers; nothing is available yet
+    codec      from `make_codec`: how keys and values are held; none: as they come
+    share      reserved for sharing between layers; nothing is available yet
     tokenizer  needed by policies that treat special tokens or punctuation apart; or a `Vocab` made of one
     watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
                the turn, some at a time
@@ -88,10 +90,11 @@ def attach(
 
     Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
     behave as stock. Sessions may be nested and several caches may be alive at once.
-    Raises UnsupportedModel, PolicyError or BudgetError, each with what to change.
+    Raises UnsupportedModel, PolicyError, CodecError or BudgetError, each with what to change.
     """
-    if tuple(codec) or share is not None:
-        raise ValueError("codec and share are not available yet; leave them out")
+    if share is not None:
+        raise ValueError("share is not available yet; leave it out")
+    coding = one_codec((codec,) if isinstance(codec, Codec) else tuple(codec))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     if simulation is not None and policy.evicts:
@@ -99,6 +102,8 @@ def attach(
     layers = check_model(model)
     choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
+    if coding is not None:
+        _check_codec(model, policy, coding, simulation is not None)
     if policy.rolling:  # keys without rotation are held in float32 at least
         layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)
     over: list[bool] = []
@@ -107,6 +112,7 @@ def attach(
         budget=budget or Budget(),
         layers=layers,
         itemsize=model.dtype.itemsize,
+        codec=coding,
         vocab=tokenizer if tokenizer is None or isinstance(tokenizer, Vocab) else Vocab(tokenizer),
         kernels=kernels,
         watch=watch,
@@ -129,3 +135,11 @@ def _check_policy(model: PreTrainedModel, policy: Policy, tokenizer: Any) -> Non
         raise PolicyError(f"policy {policy.name} must know the special tokens: pass attach(..., tokenizer=tokenizer)")
     if policy.rolling and (reason := no_rolling(model)):
         raise PolicyError(f"rolling=true {reason}")
+
+
+def _check_codec(model: PreTrainedModel, policy: Policy, codec: Codec, simulated: bool) -> None:
+    if simulated:
+        raise CodecError(f"a simulation holds nothing that codec {codec.name} could encode; leave out one of the two")
+    codec.check_policy(policy)
+    if codec.pre_rope and (reason := no_rolling(model)):
+        raise CodecError(f"codec {codec.name} holds keys without their rotation, which {reason}")

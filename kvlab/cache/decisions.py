@@ -13,6 +13,7 @@ from torch import Tensor
 from kvlab import selection
 from kvlab.cache.call import Call
 from kvlab.cache.decide import judge
+from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.replay import replay_by_kernel, replay_by_steps
 from kvlab.cache.state import LayerState
 from kvlab.cache.store import View
@@ -33,8 +34,7 @@ class DecidingLayer(LayerState):
         assert self.voters is not None and self.limits is not None
         if (watch := self.cache.plan.watch) is not None:
             watch(self._turn_step(view, self.voters))
-            self.voters = self.voters.last(policy.voting)
-        step = self._turn_step(view, self.voters)
+        step = self._turn_step(view, self.voters.last(policy.voting))
         now = step.now
         if policy.remembers:
             step = self._remember(step, view)
@@ -117,6 +117,38 @@ class DecidingLayer(LayerState):
         else:
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
             store.keep(selection.select(scores, step.positions, tiers, budget), view, limits.room)
+
+    def _encode(self, queries: Tensor | None, attention: Tensor | None) -> None:
+        """Let the codec encode what is due; tokens that left a window leave where their group as a whole did.
+
+        After a step: positions of its queries and their attention. At a turn's end: None, the codec may look at its last ones.
+        """
+        store, turn_end = self._held, queries is None
+        assert isinstance(store, EncodedStore) and self.limits is not None
+        if count := store.codec.watches:
+            if turn_end:
+                assert self.voters is not None
+                last, view = self.voters.last(count), store.view()
+                queries = last.positions
+                attention = reference.weights(last.queries, self._placed_keys(view), queries, view.positions, self.rule)
+            assert queries is not None and attention is not None
+            store.observe(attention.amax(2), queries)
+        if self.rule.window is not None and not store.evictable:
+            self._expire(store, self.rule.window)
+        store.seal(turn_end, self.limits.room)
+
+    def _expire(self, store: EncodedStore, window: int) -> None:
+        now = self.row_seen - 1
+        if (store.lengths <= window).all():
+            return
+        view = store.view()
+        last = torch.from_numpy(now - window).to(view.positions.device)[:, None, None]
+        old = (view.positions <= last) & (view.positions >= 0)
+        gone = store.droppable(old.sum(-1).cpu().numpy())
+        if gone.any():
+            place = torch.arange(old.shape[-1], device=old.device)
+            kept = (place >= torch.from_numpy(gone).to(old.device)[..., None]) & (view.positions >= 0)
+            store.keep(kept, view, None)
 
     def _keep(self, kept: Kept, view: View) -> None:
         """Drop all but these, in place where a row loses one token at most."""

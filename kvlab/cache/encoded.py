@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.cache.rotation import RotaryTable
 from kvlab.cache.store import StateKinds, TokenRows, View
 from kvlab.codecs.base import Codec
-from kvlab.codecs.side import Side
+from kvlab.codecs.side import Place, Side
 from kvlab.kernels.dispatch import Kernels
 from kvlab.kernels.reference import AttentionRule, weights_of
 from kvlab.rows import Counts, Rows
 from kvlab.shapes import Attention, Kept, Keys, Outputs, PerHead, Positions, Queries, QueryPositions, Values
 
-Rotate = Callable[[Keys, Positions], Keys]
-
 
 class EncodedStore(TokenRows):
     """Positions and per-token state of one layer in its own planes, keys and values in two sides.
 
-    rotate  turns keys to their positions, where they are held without their rotation; None: they are held as they are
+    table  of rotations, where keys are held without theirs; None: they are held as they are
     """
 
     encoded = True
     codec: Codec
     sides: tuple[Side, Side]
-    rotate: Rotate | None = None
+    """Keys, values."""
+    table: RotaryTable | None = None
 
     @classmethod
     def of(cls, codec: Codec, keys: Keys, values: Values, state: StateKinds, kernels: Kernels) -> Self:
         """A store without tokens, for keys and values like these (their slots axis may be anything)."""
         store = cls.none(keys.shape[:2], {"positions": (torch.int32, ()), **state}, keys.device)
         store.codec = codec
-        store.sides = codec.sides(keys, values, kernels)
+        held = keys.to(torch.promote_types(keys.dtype, torch.float32)) if codec.pre_rope else keys  # unrotating rounds
+        store.sides = codec.sides(held, values, kernels)
         return store
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -82,7 +83,7 @@ class EncodedStore(TokenRows):
         keys, values = self.sides
 
         def read_keys() -> Keys:
-            return keys.dense() if self.rotate is None else self.rotate(keys.dense(), positions).to(values.dtype)
+            return keys.dense() if self.table is None else self.table.rotate(keys.dense(), positions).to(values.dtype)
 
         return View(positions, dense, full, index, read_keys, values.dense)
 
@@ -90,15 +91,14 @@ class EncodedStore(TokenRows):
         self, queries: Queries, query_positions: QueryPositions, view: View, rule: AttentionRule
     ) -> tuple[Outputs, Attention]:
         """Attention over all tokens, of which a block at most is decoded at once; also its weights."""
-        place = None if self.rotate is None else self._placed(view.positions, self.rotate)
-        dots = self.sides[0].dots(queries, place)
+        dots = self.sides[0].dots(queries, None if self.table is None else self._place(view.positions, self.table))
         weights = weights_of(dots * rule.scaling, query_positions, view.positions, rule)
         return self.sides[1].mix(weights), weights
 
     @staticmethod
-    def _placed(positions: Positions, rotate: Rotate) -> Callable[[Tensor, Positions], Tensor]:
+    def _place(positions: Positions, table: RotaryTable) -> Place:
         last = positions.shape[-1] - 1
-        return lambda keys, slots: rotate(keys, positions.gather(-1, slots.clamp(max=last)))
+        return lambda keys, slots: table.rotate(keys, positions.gather(-1, slots.clamp(max=last)))
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -117,7 +117,7 @@ class EncodedStore(TokenRows):
         if arrived is None:
             arrived = valid.sum(-1).cpu().numpy()[:, None]
         self.add({"positions": positions[:, None], **state}, valid, arrived=arrived, more_to_come=more_to_come)
-        for side, tokens in zip(self.sides, (keys, values), strict=True):
+        for side, tokens in zip(self.sides, (self._unrotated(keys, positions), values), strict=True):
             side.add(tokens, valid, arrived, more_to_come)
 
     def insert(
@@ -125,13 +125,22 @@ class EncodedStore(TokenRows):
     ) -> None:
         """Write one token into each row, in full precision. Arguments as of `SlotStore.insert`."""
         self.add_one({"positions": positions[:, None], **state}, rows)
-        for side, tokens in zip(self.sides, (keys, values), strict=True):
+        for side, tokens in zip(self.sides, (self._unrotated(keys, positions), values), strict=True):
             side.add_one(tokens, rows)
+
+    def _unrotated(self, keys: Keys, positions: QueryPositions) -> Keys:
+        return keys if self.table is None else self.table.undo(keys, positions[:, None].expand(keys.shape[:3]))
 
     def seal(self, turn_end: bool, limit: Counts | None) -> None:
         """Encode what is due, at a turn's end or after a step. limit: tokens that rows may hold."""
         for side in self.sides:
             side.seal(turn_end, limit)
+
+    def droppable(self, first: Counts) -> Counts:
+        """How many of the `first` tokens of each row can leave as whole groups."""
+        for side in self.sides:
+            first = side.droppable(first)
+        return first
 
     def keep(self, kept: Kept, view: View, limit: Counts | None) -> None:
         """Drop all but `kept` (as in `view`). Raises ValueError where a group of tokens would lose only some."""
@@ -152,10 +161,10 @@ class EncodedStore(TokenRows):
             side.vacate(slots, rows)
         super().vacate(slots, rows)
 
-    def observe(self, attention: Tensor) -> None:
-        """Show the sides the attention of the last queries, (batch, kv_heads, queries, slots)."""
+    def observe(self, attention: Tensor, queries: QueryPositions) -> None:
+        """Show the sides the attention of the last queries, (batch, kv_heads, queries, slots), and their positions."""
         for side in self.sides:
-            side.observe(attention)
+            side.observe(attention, queries)
 
     def select_rows(self, sequences: Tensor) -> None:
         """Take these sequences of the batch, in this order."""
@@ -166,7 +175,7 @@ class EncodedStore(TokenRows):
     def copy(self) -> Self:
         """An independent copy of everything held."""
         other = super().copy()
-        other.codec, other.rotate = self.codec, self.rotate
+        other.codec, other.table = self.codec, self.table
         keys, values = self.sides
         other.sides = keys.copy(), values.copy()
         return other

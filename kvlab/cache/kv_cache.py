@@ -366,7 +366,7 @@ class KVCache(Cache):
         window = layer.rule.window
         tokens = layer.row_seen if window is None else np.minimum(layer.row_seen, window)
         assert layer.store is not None
-        numbers = layer.store.lengths.shape[1] * (layer.store.keys.shape[-1] + layer.store.values.shape[-1])
+        numbers = layer.store.lengths.shape[1] * (sum(layer.store.dims))
         return tokens * (numbers * self.plan.itemsize)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlab.cache.call import Call
 from kvlab.cache.decisions import DecidingLayer
+from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.limits import unlimited
 from kvlab.cache.scan import arrivals_of, lengths_after, move_state, with_source
 from kvlab.cache.store import SlotStore, View
@@ -53,7 +54,10 @@ class KVLayer(DecidingLayer):
         if self.policy.rolling:
             queries, key = self._unrotate(query, key, call)
         if self.store is None:
-            self.store = SlotStore.empty(key, value, self._state_kinds(key))
+            self.store = self._new_store(key, value)
+        if self.cache.plan.unrotates and not self.policy.rolling:
+            assert isinstance(self.store, EncodedStore)
+            self.store.table = self._turning(key, call)
         arrival = Arrival(self.layer_idx, key, value, call.positions)
         attend = self._turn if self.cache.takes_turn(call) else self._steps
         output = attend(queries, arrival, call)
@@ -96,7 +100,8 @@ class KVLayer(DecidingLayer):
             return None
         no_limit = plan.budget.unlimited and self.rule.window is None
         decided = bool(self.profile) or (self.policy.replays_prompt and no_limit)
-        return 1 if decided else self.policy.voting
+        count = 1 if decided else self.policy.voting
+        return count if count is None or plan.codec is None else max(count, plan.codec.watches)
 
     def _take_in(self, queries: Queries, arrival: Arrival, call: Call, counted: bool) -> tuple[Outputs, Queries]:
         """Store tokens and let them attend, none leaving; also the queries as they attended.
@@ -145,6 +150,8 @@ class KVLayer(DecidingLayer):
             self._decide_turn(came, before)
         if not policy.holds_budget_after_prompt:
             self._set_limits(np.where(came, none, before))
+        if self.store.encoded:
+            self._encode(None, None)
         self.store.trim(self.limits.room)
         self.turn_start = self.voters = None
 
@@ -156,7 +163,7 @@ class KVLayer(DecidingLayer):
             raise ValueError("a simulation reads whole texts and decodes nothing, since its masks need all of a text")
         if self.limits is None:
             self._set_limits(self._budget_from(self.cache.stream_budgets(len(call.seen))))
-        rule = self.cache.plan.rule
+        rule = None if self._held.encoded else self.cache.plan.rule
         scan = None if rule is None else self._kernels(arrival.keys).evict_scan
         steps = self._one_step if rule is None or scan is None else partial(self._scan, scan, rule)
         if call.tokens == 1:
@@ -176,14 +183,14 @@ class KVLayer(DecidingLayer):
         """How many of the next tokens can come before any could leave; 0 where each must be placed anew."""
         policy, limits = self.policy, self.limits
         assert limits is not None
-        if policy.rolling or policy.chooses or policy.remembers or limits.fade is not None:
+        if policy.rolling or policy.chooses or policy.remembers or limits.fade is not None or self._held.encoded:
             return 0
         return min(tokens, int((limits.limit - self._held.lengths).min()))
 
     def _scan(self, scan: EvictScan, rule: ScanRule, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         """All steps at once, by a kernel that works on the store in place."""
         store, limits = self._held, self.limits
-        assert limits is not None
+        assert limits is not None and isinstance(store, SlotStore)
         limit, before = limits.limit, limits.device.before
         steady = store.lengths is self.steady
         if not steady:
@@ -231,6 +238,8 @@ class KVLayer(DecidingLayer):
         if self.policy.remembers:
             looks = None if attention is None else partial(iter, [(attention, call.positions)])
             self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
+        if isinstance(store, EncodedStore):
+            self._encode(call.positions, attention)
         if not first_room:
             self._decide_step(queries, call, view, attention, None)
         return output
@@ -240,8 +249,11 @@ class KVLayer(DecidingLayer):
         places = (call.positions, view.positions, rule)
         wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention", "looks"})
         wanted |= self.policy.chooses
+        if isinstance(self._held, EncodedStore) and self.table is None:
+            return self._held.attend(queries, call.positions, self._held.view(), rule)
         decode = self._kernels(keys).decode_attend
         if decode is not None and self.table is None:
+            assert isinstance(self._held, SlotStore)
             output, attention = decode(queries, self._held.slots(), call.positions, rule, want_weights=wanted)
             return output, None if attention is None else attention[..., : view.positions.shape[-1]]
         if wanted:

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kvlab.budget import Budget, BudgetError, LayerGeometry
+from kvlab.codecs.base import Codec
 from kvlab.kernels.contract import ScanRule
 from kvlab.policies.base import Policy, PolicyError, rule_of
 from kvlab.shapes import Outputs, Step
@@ -21,6 +22,7 @@ class Plan:
     """Everything about a cache that doesn't change while it lives.
 
     layers    geometry of every layer; itemsize: bytes of one number in the model's dtype
+    codec     how keys and values are held, None as they come
     vocab     special and punctuation token ids, None without a tokenizer
     kernels   back end: auto, reference, cpu, gpu
     watch     is shown each layer at each turn's end, with all queries of the turn, before anything leaves
@@ -31,6 +33,7 @@ class Plan:
     budget: Budget
     layers: tuple[LayerGeometry, ...]
     itemsize: int
+    codec: Codec | None = None
     vocab: Vocab | None = None
     kernels: str = "auto"
     watch: Callable[[Step], None] | None = None
@@ -47,6 +50,11 @@ class Plan:
                 f"the budget holds {fixed[0]} tokens per head, fewer than {self.policy.name} protects "
                 f"({self.protection}); raise the budget or lower these settings"
             )
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether keys are held without their rotation."""
+        return self.policy.rolling or (self.codec is not None and self.codec.pre_rope)
 
     @cached_property
     def rule(self) -> ScanRule | None:

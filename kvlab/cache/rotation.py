@@ -1,4 +1,4 @@
-"""Rotary positions taken off keys and queries and put back at other places (`rolling`). Knows rotations, no model.
+"""Rotary positions taken off keys and queries and put back: at other places (`rolling`), or for a codec. Knows no model.
 
 A family's own rotation is linear in (cos, sin), so applying it with (cos, -sin) / (cos^2 + sin^2) undoes it, partial and
 interleaved layouts and scaled tables included. Exact to about 5e-7 in float32; everything here is float32 or wider.
@@ -86,9 +86,27 @@ class RotaryTable:
         group = queries.shape[2]
         return self._rotated(queries.flatten(2, 3), places.repeat(1, 1, group)).unflatten(2, (group, -1))
 
+    def rotate(self, keys: Keys, positions: Positions) -> Keys:
+        """Rotate unrotated keys to these positions; what stands in empty slots is not read."""
+        return self._rotated(keys, self._places(positions))
+
+    def undo(self, keys: Keys, positions: Positions) -> Keys:
+        """Keys that were rotated to these positions, without their rotation, in float32 or wider."""
+        exact = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = (table[self._places(positions).flatten(0, 1)].to(exact) for table in (self.cos, self.sin))
+        norm = cos.square() + sin.square()
+        return self._turned(keys.to(exact), cos / norm, -sin / norm)
+
+    def _places(self, positions: Positions) -> Positions:
+        return positions.long().clamp(min=0, max=max(0, len(self.cos) - 1))
+
     def _rotated(self, states: Tensor, places: Tensor) -> Tensor:
         """Rotate (batch, kv_heads, tokens, head_dim) by places (batch, kv_heads, tokens)."""
         cos, sin = (table[places.flatten(0, 1)].to(states.dtype) for table in (self.cos, self.sin))
+        return self._turned(states, cos, sin)
+
+    def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn (batch, kv_heads, tokens, head_dim) by tables (batch * kv_heads, tokens, rotary_dim)."""
         flat = states.flatten(0, 1)[:, None]  # (batch * kv_heads, 1, tokens, head_dim)
         return self.rotation.turn(flat, cos, sin)[:, 0].view_as(states)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlab.cache.call import Call
+from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.limits import RowLimits, unlimited
 from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.cache.store import SlotStore, View
@@ -46,7 +47,7 @@ class LayerState(CacheLayerMixin):
         """Forget everything."""
         self.is_initialized = False
         self.seen_len = 0
-        self.store: SlotStore | None = None
+        self.store: SlotStore | EncodedStore | None = None
         self.row_seen = NOTHING_SEEN  # (batch,); arrays of lengths and limits are replaced, never changed in place
         self.turn_start: np.ndarray | None = None  # `row_seen` when the open turn began
         self.limits: RowLimits | None = None  # None before the first budget
@@ -54,7 +55,8 @@ class LayerState(CacheLayerMixin):
         self.back_end: Kernels | None = None
         self.rule = AttentionRule(scaling=1.0)
         self.rotation: Rotation | None = None  # of the current call, left here by the attention modules' pre-hook
-        self.table: RotaryTable | None = None
+        self.table: RotaryTable | None = None  # of places in the cache, under `rolling`
+        self.exact = torch.float32  # what is summed up is of this type
         self.voters: Voters | None = None  # the open turn's last queries
         self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
 
@@ -111,7 +113,7 @@ class LayerState(CacheLayerMixin):
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "cache"})
         other.store = None if self.store is None else self.store.copy()
         if other.store is not None and not keep_limit:
-            held, needed = set(other.store.state), set(other._state_kinds(other.store.keys))
+            held, needed = set(other.store.state), set(other._state_kinds())
             if lacking := needed - held:
                 name = cache.plan.policy.name
                 raise ValueError(f"a fork for {name} needs {', '.join(sorted(lacking))} of each token, which this cache lacks")
@@ -125,23 +127,25 @@ class LayerState(CacheLayerMixin):
         """The cache's policy."""
         return self.cache.plan.policy
 
-    def _state_kinds(self, key: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def _state_kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        exact = self.exact
         if self.policy.once:
-            kinds[SCORE] = (accumulate_type(key), ())
+            kinds[SCORE] = (exact, ())
         if "mass" in self.policy.needs:
-            kinds["mass"] = (accumulate_type(key), ())
+            kinds["mass"] = (exact, ())
         if self.cache.needs_token_ids:
             kinds["token_ids"] = (torch.int32, ())
         if self.policy.ranks_after_prompt:
-            kinds[RANK] = (accumulate_type(key), ())
+            kinds[RANK] = (exact, ())
         return kinds | {name: (kind.dtype, kind.shape) for name, kind in self.policy.token_state().items()}
 
     # ------------------------------------------------------------------------------------------------- limits
 
     def _set_limits(self, budget: np.ndarray) -> None:
         """Budget of each row from now on, (batch, kv_heads) tokens, and what follows from it."""
-        self.limits, self.steady = RowLimits(self.policy, budget, self.rule.window, self._held.keys.device), None
+        window = self.rule.window if self._held.evictable else None  # groups of tokens leave a window as a whole
+        self.limits, self.steady = RowLimits(self.policy, budget, window, self._held.device), None
 
     @property
     def own_tensors(self) -> list[Tensor]:
@@ -167,8 +171,15 @@ class LayerState(CacheLayerMixin):
             self.back_end = choose(self.cache.plan.kernels, keys.device.type, keys.dtype)
         return self.back_end
 
+    def _new_store(self, key: Tensor, value: Tensor) -> SlotStore | EncodedStore:
+        self.exact = accumulate_type(key)
+        codec = self.cache.plan.codec
+        if codec is None:
+            return SlotStore.empty(key, value, self._state_kinds())
+        return EncodedStore.of(codec, key, value, self._state_kinds(), self._kernels(key))
+
     @property
-    def _held(self) -> SlotStore:
+    def _held(self) -> SlotStore | EncodedStore:
         assert self.store is not None
         return self.store
 
@@ -182,6 +193,19 @@ class LayerState(CacheLayerMixin):
         self.table.cover(self._longest_row() + call.tokens, query.dtype)
         rotation, self.rotation = self.rotation, None
         return rotation.undo(query).unflatten(1, (key.shape[1], -1)), rotation.undo(key)
+
+    def _turning(self, key: Tensor, call: Call) -> RotaryTable:
+        """The table of this layer's rotation, for the positions of all tokens, where a codec holds keys without it."""
+        if self.rotation is None:
+            assert self.cache.plan.codec is not None
+            raise ValueError(
+                f"codec {self.cache.plan.codec.name} holds keys without their rotary position embeddings, and this layer was "
+                "given none"
+            )
+        table = self.cache.table_for(self.rotation)
+        table.cover(int(call.seen.max()), key.dtype)
+        self.rotation = None
+        return table
 
     def _longest_row(self) -> int:
         return 0 if self.store is None else int(self.store.lengths.max(initial=0))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.rows import Counts, RowPlanes, Rows
 from kvlab.kernels.contract import Slots
+from kvlab.rows import Counts, RowPlanes, Rows
 from kvlab.shapes import Kept, Keys, Positions, Values
 
 StateKinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -200,6 +200,11 @@ class GroupedSide(Side):
         whole = (kept & inside).unflatten(-1, (-1, unit))
         return bool((whole.any(-1) == whole.all(-1)).all())
 
+    def droppable(self, first: Counts) -> Counts:
+        """Whole units."""
+        unit = self.grouping.unit
+        return np.where(first >= self.encoded, first, first // unit * unit)
+
     def keep_encoded(self, kept: Kept, limit: Counts | None) -> None:
         """Drop units."""
         unit = self.grouping.unit

@@ -42,7 +42,7 @@ class Codec:
         raise NotImplementedError(f"codec {self.name or type(self).__name__} has no sides()")
 
     def bits_of(self, side: str, dim: int, itemsize: int) -> float:
-        """Bits of one number of an encoded token, for budgets in bytes. side: keys or values; dim: numbers of a token and head."""
+        """Bits of one number of an encoded token. side: keys or values; dim: numbers of a token and head; itemsize: in bytes."""
         return 8.0 * itemsize
 
     @property
@@ -120,7 +120,7 @@ def make_codec(name: str, **settings: object) -> Codec:
         if setting not in known:
             hint = did_you_mean(setting, known)
             raise CodecError(f"codec {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
-    return cls(**settings)  # type: ignore[arg-type]
+    return cls(**settings)
 
 
 def one_codec(codecs: Sequence[Codec]) -> Codec | None:

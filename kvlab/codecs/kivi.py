@@ -1,4 +1,4 @@
-"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys quantised per channel, values per token, the newest tokens in full precision."""
+"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys quantised per channel, values per token, the newest tokens as they are."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Plain round-to-nearest integers in groups, as FlexGen (Sheng et al. 2023, section 4.2) compresses its cache and H2O's Table 6 adds.
+"""Plain round-to-nearest integers in groups, as FlexGen (Sheng et al. 2023) compresses its cache and H2O's Table 6 adds.
 
 Each token is encoded by itself, at once, so any policy may let it leave at any time.
 """
@@ -21,8 +21,7 @@ class RoundToNearest(Codec):
     bits      of a code: 1 to 8, or 16
     group     numbers that share a scale and a zero
     axis      token: channels of one token and head; channel: tokens of one channel, which can't leave one by one
-    residual  newest tokens in full precision (axis token), or tokens that wait for each other (axis channel, a multiple of group
-              at least)
+    residual  newest tokens in full precision (axis token), or tokens that wait for each other (axis channel: at least a group)
 
     Bits per number: bits + 32 / group.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlab.rows import Counts, RowPlanes, Rows
-from kvlab.shapes import Attention, Kept, Outputs, PerHead, Positions, Queries
+from kvlab.shapes import Attention, Kept, Outputs, PerHead, Positions, Queries, QueryPositions
 
 Place = Callable[[Tensor, Positions], Tensor]
 """Puts keys (batch, kv_heads, n, dim) where they belong, given their slots in the row, (batch, kv_heads, n)."""
@@ -78,8 +78,15 @@ class Side(ABC):
         inside = torch.arange(kept.shape[-1], device=kept.device) < torch.from_numpy(self.encoded).to(kept.device)[..., None]
         return bool((kept | ~inside).all())
 
-    def observe(self, attention: Tensor) -> None:
-        """Attention of the last queries, the most of each KV head's query heads, (batch, kv_heads, queries, slots)."""
+    def droppable(self, first: Counts) -> Counts:
+        """How many of the `first` tokens of each row can leave together; a subclass says more than those not encoded."""
+        return np.where(first >= self.encoded, first, 0)
+
+    def observe(self, attention: Tensor, queries: QueryPositions) -> None:  # noqa: B027  most sides look away
+        """Attention of the last queries, the most of each KV head's query heads, (batch, kv_heads, queries, slots).
+
+        queries (batch, queries): their positions, -1 for one that does not exist. Tokens not encoded yet are among the slots.
+        """
 
     # ------------------------------------------------------------------------------------------------ writing
 

@@ -103,10 +103,14 @@ def weights(
     exact = accumulate_type(queries)
     group, count = queries.shape[2:4]
     logits = queries.to(exact).flatten(2, 3) @ keys.to(exact).transpose(-1, -2) * rule.scaling
-    logits = logits.unflatten(2, (group, count))  # (batch, kv_heads, group, queries, slots)
+    return weights_of(logits.unflatten(2, (group, count)), query_positions, positions, rule)
+
+
+def weights_of(logits: Attention, query_positions: QueryPositions, positions: Positions, rule: AttentionRule) -> Attention:
+    """`weights`, from scaled dot products (batch, kv_heads, group, queries, slots)."""
     logits = capped(logits, rule.softcap)
     if rule.fade is not None:
-        logits = logits + rule.fade.bias(query_positions, positions)[:, :, None].to(exact)
+        logits = logits + rule.fade.bias(query_positions, positions)[:, :, None].to(logits.dtype)
     mask = visible(query_positions, positions, rule.window)[:, :, None]
     probabilities = masked_softmax(logits, mask, rule.sinks)
     return probabilities * (query_positions >= 0)[:, None, None, :, None]
