@@ -200,6 +200,7 @@ def test_nothing_encoded_gives_zeros(kernels):
         check(kernels, dataclasses.replace(case, side=dataclasses.replace(case.side, widest=1)), 1, 2, 1)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in Triton's interpreter
 def test_a_query_gone_wrong_shows_but_not_beyond_a_rows_end(kernels):
     case = made(2, 32, 16, 1, (2, 1))
     queries = torch.full((1, 2, 1, 1, 16), math.nan).to(device_of(kernels))
