@@ -76,8 +76,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
-        wide = codes.to(torch.int32)
-        return torch.stack((wide & 255, wide >> 8), -1).flatten(-2).to(torch.uint8)
+        return codes.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)  # low byte first, as machines have it
     size = packed_bytes(codes.shape[-1], bits)
     several = 8 // bits if bits in (1, 2, 4) else 8  # codes that end on a byte
     codes = _split(F.pad(codes, (0, -codes.shape[-1] % several)), several)
@@ -95,8 +94,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return packed[..., :count]
     if bits == 16:
-        low, high = _split(packed[..., : 2 * count], 2).unbind(-1)
-        return low.to(torch.int32) | high.to(torch.int32) << 8
+        aligned = packed[..., : 2 * count].clone(memory_format=torch.contiguous_format).view(-1)
+        return (aligned.view(torch.int16).to(torch.int32) & 0xFFFF).view(*packed.shape[:-1], count)
     mask = 2**bits - 1
     if bits in (1, 2, 4):
         return torch.stack([packed >> place & mask for place in range(0, 8, bits)], -1).flatten(-2)[..., :count]
