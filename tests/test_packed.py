@@ -200,6 +200,14 @@ def test_nothing_encoded_gives_zeros(kernels):
         check(kernels, dataclasses.replace(case, side=dataclasses.replace(case.side, widest=1)), 1, 2, 1)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in Triton's interpreter
+def test_a_query_gone_wrong_shows_but_not_beyond_a_rows_end(kernels):
+    case = made(2, 32, 16, 1, (2, 1))
+    queries = torch.full((1, 2, 1, 1, 16), math.nan).to(device_of(kernels))
+    found = kernels.packed_logits(queries, case.moved(device_of(kernels))).cpu()[0, :, 0, 0]
+    assert found.isnan().sum(-1).tolist() == [64, 32] and not found[1, 32:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_of_any_type_meet_numbers_that_are_not_rounded(kernels, dtype):
     case = made(4, 32, 64, 1, (1, 2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.kernels.reference import accumulate_type
@@ -17,7 +18,7 @@ from kvlab.shapes import Attention, Outputs, Queries
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 """Bits that a code may have."""
-BLOCK = 512
+BLOCK = 256
 """Tokens of a row that are decoded at a time, or one unit where that is longer."""
 
 
@@ -75,12 +76,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
-        wide = codes.to(torch.int32)
-        return torch.stack((wide & 255, wide >> 8), -1).flatten(-2).to(torch.uint8)
+        return codes.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)  # low byte first, as machines have it
     size = packed_bytes(codes.shape[-1], bits)
     several = 8 // bits if bits in (1, 2, 4) else 8  # codes that end on a byte
-    short = -codes.shape[-1] % several
-    codes = torch.nn.functional.pad(codes, (0, short)).unflatten(-1, (-1, several)) if short else _split(codes, several)
+    codes = _split(F.pad(codes, (0, -codes.shape[-1] % several)), several)
     if bits in (1, 2, 4):
         parts = [part.to(torch.uint8) << place * bits for place, part in enumerate(codes.unbind(-1))]
         return _joined(parts)
@@ -95,12 +94,12 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return packed[..., :count]
     if bits == 16:
-        low, high = _split(packed[..., : 2 * count], 2).unbind(-1)
-        return low.to(torch.int32) | high.to(torch.int32) << 8
+        aligned = packed[..., : 2 * count].clone(memory_format=torch.contiguous_format).view(-1)
+        return (aligned.view(torch.int16).to(torch.int32) & 0xFFFF).view(*packed.shape[:-1], count)
     mask = 2**bits - 1
     if bits in (1, 2, 4):
         return torch.stack([packed >> place & mask for place in range(0, 8, bits)], -1).flatten(-2)[..., :count]
-    whole = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bits))
+    whole = F.pad(packed, (0, -packed.shape[-1] % bits))
     word = _joined([part.to(torch.int64) << 8 * place for place, part in enumerate(_split(whole, bits).unbind(-1))])
     return torch.stack([word >> place * bits & mask for place in range(8)], -1).flatten(-2)[..., :count].to(torch.uint8)
 
@@ -124,11 +123,11 @@ def dequantise(packed: Packed, first: int, end: int, dtype: torch.dtype = torch.
     inside = place < packed.lengths[:, None]
     index = (packed.offsets[:, None] + place).masked_fill(~inside, 0)
     codes = unpack(packed.codes[index], packed.bits, packed.unit * packed.dim).unflatten(-1, (packed.unit, packed.dim))
-    scale, zero = (
-        part[index].to(dtype).repeat_interleave(packed.channels, -1)[..., None, : packed.dim]
+    scale, zero = (  # of nothing beyond a row's end, so that whatever codes stand there decode to 0
+        part[index].masked_fill(~inside[..., None], 0).to(dtype).repeat_interleave(packed.channels, -1)[..., None, : packed.dim]
         for part in (packed.scale, packed.zero)
     )
-    return (codes * scale + zero).masked_fill(~inside[..., None, None], 0).flatten(1, 2)
+    return (codes * scale + zero).flatten(1, 2)
 
 
 def check_fits(tensor: Tensor, packed: Packed) -> None:
