@@ -7,6 +7,7 @@ This module knows no model and no policy. Axis names, used all over kvlab:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,28 @@ class Arrival:
         return Arrival(self.layer_idx, self.keys[:, :, now], self.values[:, :, now], self.positions[:, now])
 
 
+class _Deferred:
+    """A field that may be given as a function, which is called when the field is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.place = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:  # so a dataclass finds no default
+            raise AttributeError
+        value = vars(instance)[self.place]
+        if not isinstance(value, Tensor):
+            value = vars(instance)[self.place] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.place] = value
+
+
+def _deferred() -> Any:
+    return _Deferred()
+
+
 @dataclass(frozen=True)
 class Step:
     """What one decision of a policy may look at: one layer, right after its attention (or before, see `Policy.phase`).
@@ -71,8 +94,9 @@ class Step:
     """The voting queries: the current token's, or at a turn's end the last `obs_window` (fewer in a shorter turn)."""
     query_positions: QueryPositions
     """Positions of `queries`, -1 for one that does not exist."""
-    keys: Keys
-    values: Values
+    keys: Keys = _deferred()
+    """Of all slots, as they are stored; decoded when a policy reads them, where a codec holds them."""
+    values: Values = _deferred()
     grace: PerHead | None = None
     """Age in tokens up to which nothing decays, for a policy that says so (`Policy.grace`)."""
     arriving: Arrival | None = None
@@ -93,3 +117,10 @@ class Step:
     """What the policy found out about each head at the first prompt's end: (batch, kv_heads, ...)."""
     vocab: Any = None
     """Special and punctuation ids (`kvlab.vocab.Vocab`), where the session has a tokenizer."""
+
+    def changed(self, **changes: Any) -> Step:
+        """The same with other values; unlike `replace` it reads nothing that is deferred."""
+        other = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(other, name, value)
+        return other

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,7 +42,7 @@ class DecidingLayer(LayerState):
                 started = time(now.device)
                 self.profile = dict(policy.profile(step))
                 self.cache.note_profile(time(now.device) - started)
-            kept = policy.select(replace(step, profile=self.profile))
+            kept = policy.select(step.changed(profile=self.profile))
             self._keep(kept | ~torch.from_numpy(came).to(kept.device)[..., None], view)
             return
         over = came & (store.lengths > self.limits.limit)
@@ -84,7 +83,7 @@ class DecidingLayer(LayerState):
         """Let the policy write its own state."""
         for name, dense in self.policy.remember(step).items():
             self._held.write_state(name, dense, view)
-        return replace(step, state={name: view.state[name] for name in step.state})
+        return step.changed(state={name: view.state[name] for name in step.state})
 
     def _remember_rank(self, scores: Scores, tiers: Tiers, came: np.ndarray, view: View) -> None:
         """Scores of a turn's end, which decide what leaves until the next one; protected tokens weren't scored."""
@@ -209,8 +208,8 @@ class DecidingLayer(LayerState):
             grace=self.limits.device.grace,
             queries=queries,
             query_positions=query_positions,
-            keys=view.keys,
-            values=view.values,
+            keys=view.read_keys,  # type: ignore[arg-type]  # read when they are asked for
+            values=view.read_values,  # type: ignore[arg-type]
             arriving=arriving,
             attention=attention,
             looks=looks,

@@ -25,7 +25,7 @@ from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.dispatch import EvictScan
 from kvlab.kernels.reference import AttentionRule, merge_group
 from kvlab.policies.base import RANK, SCORE
-from kvlab.shapes import Arrival, Keys, Outputs, Queries
+from kvlab.shapes import Arrival, Outputs, Queries
 
 
 class KVLayer(DecidingLayer):
@@ -230,8 +230,8 @@ class KVLayer(DecidingLayer):
         store.reserve(limits.room, rows)
         store.insert(arrival.keys, arrival.values, call.positions, self._arriving_state(arrival, call), rows)
         view = store.view()
-        queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
-        output, attention = self._attend_step(queries, keys, view, call)
+        queries = self._placed_queries(queries, call.positions, view)
+        output, attention = self._attend_step(queries, view, call)
         if attention is not None and "mass" in self.policy.needs:
             received = merge_group(attention, self.policy.group)[:, :, 0]
             store.write_state("mass", view.state["mass"] + received, view)
@@ -244,19 +244,19 @@ class KVLayer(DecidingLayer):
             self._decide_step(queries, call, view, attention, None)
         return output
 
-    def _attend_step(self, queries: Queries, keys: Keys, view: View, call: Call) -> tuple[Outputs, Tensor | None]:
-        rule = self._step_rule
-        places = (call.positions, view.positions, rule)
+    def _attend_step(self, queries: Queries, view: View, call: Call) -> tuple[Outputs, Tensor | None]:
+        rule, store = self._step_rule, self._held
         wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention", "looks"})
         wanted |= self.policy.chooses
-        if isinstance(self._held, EncodedStore) and self.table is None:
-            return self._held.attend(queries, call.positions, self._held.view(), rule)
-        decode = self._kernels(keys).decode_attend
-        if decode is not None and self.table is None:
-            assert isinstance(self._held, SlotStore)
-            output, attention = decode(queries, self._held.slots(), call.positions, rule, want_weights=wanted)
-            return output, None if attention is None else attention[..., : view.positions.shape[-1]]
-        if wanted:
+        if self.table is None:
+            if isinstance(store, EncodedStore):
+                return store.attend(queries, call.positions, view, rule)
+            if (decode := self._kernels(store.keys).decode_attend) is not None:
+                output, attention = decode(queries, store.slots(), call.positions, rule, want_weights=wanted)
+                return output, None if attention is None else attention[..., : view.positions.shape[-1]]
+        keys = self._placed_keys(view)
+        places = (call.positions, view.positions, rule)
+        if wanted or store.encoded:
             attention = reference.weights(queries, keys, *places)
             flat = attention.flatten(2, 3) @ view.values.to(attention.dtype)
             return flat.unflatten(2, attention.shape[2:4]), attention

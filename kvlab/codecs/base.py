@@ -42,7 +42,7 @@ class Codec:
         raise NotImplementedError(f"codec {self.name or type(self).__name__} has no sides()")
 
     def bits_of(self, side: str, dim: int, itemsize: int) -> float:
-        """Bits of one number of an encoded token. side: keys or values; dim: numbers of a token and head; itemsize: in bytes."""
+        """Bits of one number of an encoded token. side: keys or values; dim: of a token and head; itemsize: in bytes."""
         return 8.0 * itemsize
 
     @property
