@@ -20,19 +20,22 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """Sizes of one attention layer's cache: heads, dimensions, bytes of one number, and the sliding window, if any."""
+    """Sizes of one attention layer's cache: heads, dimensions, bytes of one number, and the sliding window, if any.
+
+    Bytes of a number may be broken where a codec packs them.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
-    key_itemsize: int = 4
-    value_itemsize: int = 4
+    key_itemsize: float = 4
+    value_itemsize: float = 4
 
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes in this layer, over all KV heads."""
-        return self.num_kv_heads * (self.key_dim * self.key_itemsize + self.value_dim * self.value_itemsize)
+        return math.ceil(self.num_kv_heads * (self.key_dim * self.key_itemsize + self.value_dim * self.value_itemsize))
 
 
 @dataclass(frozen=True)

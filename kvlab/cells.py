@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvlab.budget import Budget, BudgetError
+from kvlab.codecs import Codec, CodecError, codec_class, one_codec
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
 from kvlab.models import ModelSpec, spec_from_config
@@ -80,6 +81,7 @@ class Cell:
     model: ModelSpec
     policy: Policy
     budget: Budget
+    codecs: tuple[Codec, ...]
     task: Task
     protocol: Protocol
     runtime: Runtime
@@ -96,9 +98,8 @@ class Cell:
             if config.get(key):
                 raise SettingError(f"{key}: the file's first line must be `# @package _global_`, or its settings go nowhere")
         runtime = build(Runtime, config.get("runtime") or {}, "runtime")
-        for group in ("codec", "share"):
-            if config.get(group):
-                raise SettingError(f"{group}={config[group]!r}: nothing is available yet; use {group}=none")
+        if config.get("share"):
+            raise SettingError(f"share={config['share']!r}: nothing is available yet; use share=none")
         protocol_settings = _named(config, "protocol")
         protocol = build(protocol_class(protocol_settings["name"]), protocol_settings, "protocol", ignore=("name",))
         task_settings = _named(config, "task")
@@ -108,7 +109,12 @@ class Cell:
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
         budget = _budget(config.get("budget") or {}, policy)
+        codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
+        if (codec := one_codec(codecs)) is not None:
+            if protocol.simulated:
+                raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
+            codec.check_policy(policy)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
@@ -116,6 +122,7 @@ class Cell:
             model=_model(config.get("model"), runtime),
             policy=policy,
             budget=budget,
+            codecs=codecs,
             task=task.resolved(protocol),
             protocol=protocol,
             runtime=runtime,
@@ -151,7 +158,7 @@ class Cell:
             "protocol": protocol,
             "policy": policy,
             "budget": self.budget_settings,
-            "codec": [],
+            "codec": [{"name": codec.name, **chosen(codec), **own_code(codec)} for codec in self.codecs],
             "share": None,
         }
 
@@ -169,14 +176,16 @@ class Cell:
     def folder(self) -> Path:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
-        label = self.policy_label[:LONGEST_LABEL]  # a folder's name must fit; the hash tells cells apart
+        label = "+".join([self.policy_label, *self.codec_labels])[
+            :LONGEST_LABEL
+        ]  # a folder's name must fit; the hash tells cells apart
         parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
     @property
     def is_full(self) -> bool:
         """Whether nothing is evicted, coded or shared: what other cells are compared with."""
-        return self.policy.name == "full"
+        return self.policy.name == "full" and not self.codecs
 
     def full_cache_results(self) -> list[Path]:
         """Folders of finished full-cache cells beside this one, which it may be compared with."""
@@ -209,11 +218,17 @@ class Cell:
         return " ".join([self.policy.name, *(f"{name}={value}" for name, value in settings.items())])
 
     @property
+    def codec_labels(self) -> list[str]:
+        """Codecs with those settings that aren't defaults."""
+        return [codec.label for codec in self.codecs]
+
+    @property
     def label(self) -> str:
         """For progress lines."""
         budget = "" if self.budget == Budget() else f" {self.budget_label}"
         protocol = "" if self.protocol.name == "prompt" else f", {self.protocol.name}"
-        return f"{self.policy_label}{budget}, {self.task.label}{protocol}"
+        work = " + ".join([self.policy_label, *self.codec_labels])
+        return f"{work}{budget}, {self.task.label}{protocol}"
 
     @property
     def labels(self) -> list[str]:
@@ -227,7 +242,8 @@ class Cell:
     @property
     def at_work(self) -> dict[str, Any]:
         """What `attach` is given."""
-        return self.protocol.at_work(self.policy, self.budget)
+        codec = {"codec": self.codecs} if self.codecs else {}
+        return {**self.protocol.at_work(self.policy, self.budget), **codec}
 
     def summary(self) -> dict[str, Any]:
         """What result.json and W&B say of a cell."""
@@ -240,7 +256,7 @@ class Cell:
             "protocol": self.protocol.name,
             "policy": self.policy.name,
             "policy_label": self.policy_label,
-            "codec": [],
+            "codec": self.codec_labels,
             "share": None,
             "budget": self.budget_settings,
             "budget_label": self.budget_label,
@@ -279,6 +295,19 @@ def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
             "defaults, or several under hydra.sweeper.params"
         )
     return dict(settings)
+
+
+def _codecs(settings: Any) -> tuple[Codec, ...]:
+    """Codecs in the order in which they are chosen; each has its settings below its own name."""
+    if not settings:
+        return ()
+    if not isinstance(settings, Mapping) or not all(isinstance(one, Mapping) and one.get("name") for one in settings.values()):
+        raise SettingError(
+            f"codec={settings!r}: choose with codec=NAME; settings below the name, such as codec.kivi2.residual=32"
+        )
+    return tuple(
+        build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)) for choice, one in settings.items()
+    )
 
 
 def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:

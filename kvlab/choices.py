@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvlab.codecs import codec_class, codec_names
 from kvlab.evals import task_class, task_names
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_class, policy_names
@@ -19,6 +20,9 @@ from kvlab.settings import SettingError, defaults
 def register_choices() -> None:
     """Make every policy and task a choice of its config group. Plain values, since frozen dataclasses can't be overridden."""
     store = ConfigStore.instance()
+    for name in codec_names():  # each below its own name, so that several can be chosen
+        node = OmegaConf.create({"name": name, **defaults(codec_class(name))})
+        store.store(group="codec", name=name, package=f"codec.{name}", node=node, provider="kvlab")
     for group, names, find in (("policy", policy_names(), policy_class), ("task", task_names(), task_class)):
         for name in names:
             values = defaults(find(name))
@@ -47,7 +51,8 @@ def config_dirs(own: str | None = None) -> list[Path]:
 
 def choices(group: str, own: str | None = None) -> dict[str, Path | None]:
     """Choices of a config group, by name; the file, or None for those that registered dataclasses give."""
-    found: dict[str, Path | None] = dict.fromkeys({"policy": policy_names, "task": task_names}.get(group, list)())
+    registered = {"policy": policy_names, "codec": codec_names, "task": task_names}
+    found: dict[str, Path | None] = dict.fromkeys(registered.get(group, list)())
     for folder in reversed(config_dirs(own)):
         for path in sorted((folder / group).rglob("*.yaml")):
             found[path.relative_to(folder / group).with_suffix("").as_posix()] = path
@@ -56,7 +61,7 @@ def choices(group: str, own: str | None = None) -> dict[str, Path | None]:
 
 def settings_of(group: str, name: str, own: str | None) -> list[str]:
     """Settings of one choice of a group."""
-    find: Any = {"policy": policy_class, "task": task_class}.get(group)
+    find: Any = {"policy": policy_class, "codec": codec_class, "task": task_class}.get(group)
     try:
         path = choices(group, own).get(name)
         if find is not None and path is None:
@@ -67,7 +72,8 @@ def settings_of(group: str, name: str, own: str | None) -> list[str]:
     keys = [str(key) for key in config if key not in ("defaults", "name")]
     for base in config.get("defaults", []):
         if isinstance(base, str) and base != "_self_":
-            keys += [key for key in settings_of(group, base, own) if key not in keys]
+            name = base.partition("@")[0]
+            keys += [key for key in settings_of(group, name, own) if key not in keys]
     return keys
 
 

@@ -29,6 +29,7 @@ EXAMPLES = """examples:
 RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
   model=smollm2-135m                       or model=path model.path=<folder, .gguf file or hub id>
   policy=h2o policy.heavy_share=0.5        `kvlab list policies`
+  codec=kivi2 codec.kivi2.residual=32      `kvlab list codecs`; settings are below the codec's name
   budget.ratio=0.2                         or budget=tokens budget.tokens=128, budget=bytes budget.bytes=1000000, budget=none
   task=perplexity task.windows=16          or passkey, needle, ruler, prompts: `kvlab list tasks`
   protocol=prompt protocol.hold_back=16    or stream, chunked
@@ -299,11 +300,12 @@ def _list(options: argparse.Namespace) -> int:
 def _described(what: str, own: str | None) -> list[tuple[str, str]]:
     """Choices of a config group with a line on each: a docstring's, a model's description, or a file's first comment."""
     from kvlab.choices import choices
+    from kvlab.codecs import codec_class
     from kvlab.evals import task_class
     from kvlab.policies import policy_class
 
     group = {"policies": "policy"}.get(what, what.removesuffix("s"))
-    find: dict[str, Callable[[str], type]] = {"policy": policy_class, "task": task_class}
+    find: dict[str, Callable[[str], type]] = {"policy": policy_class, "codec": codec_class, "task": task_class}
     found = choices(group, own)
     return [(name, summary(find[group](name)) if path is None else _about(path)) for name, path in found.items()]
 

@@ -39,7 +39,7 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     prompts = sum(len(prompt.ids) for prompt in read) / len(read)
     after = (sum(map(cell.protocol.held, read)) + sum(sample.work for sample in every)) / len(read)
     rows = min(cell.runtime.batch_size, len(read))
-    with attach(model, cell.at_work["policy"], cell.at_work["budget"], tokenizer=tokenizer) as session:
+    with attach(model, cell.at_work["policy"], cell.at_work["budget"], cell.codecs, tokenizer=tokenizer) as session:
         plan = session.plan
         held = plan.budget.resolve([max(1, round(prompts))], plan.layers, new_tokens=0)
         tokens = min(prompts, held[0]) if held else prompts + after

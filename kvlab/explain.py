@@ -65,6 +65,8 @@ def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
         return f"{key} goes with its own kind of budget: budget={setting} {key}={value}"
     if group == "budget" and (near := did_you_mean(setting, ("tokens", "bytes"))):
         return f"{key}: there is no such setting{near}; tokens go with budget=tokens, bytes with budget=bytes"
+    if group == "codec":
+        return _unknown_codec_key(setting, arguments, own)
     names = _chosen(group, arguments)
     lacking = next((name for name in names if setting not in settings_of(group, name, own)), names[0])
     if any(setting in settings_of(group, name, own) for name in names):
@@ -75,6 +77,21 @@ def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
     known = settings_of(group, lacking, own)
     has = f"; it has: {', '.join(known)}" if known else ""
     return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
+
+
+def _unknown_codec_key(setting: str, arguments: Sequence[str], own: str | None) -> str:
+    """Settings of codecs are below the codec's name."""
+    names = [name.strip(" []") for name in _chosen("codec", arguments) if name.strip(" []") != "none"]
+    choice, _, below = setting.partition(".")
+    if choice in names:
+        known = settings_of("codec", choice, own)
+        return f"codec={choice} has no setting {below!r}{did_you_mean(below, known)}; it has: {', '.join(known)}"
+    having = next((name for name in names if choice in settings_of("codec", name, own)), None)
+    if having is not None:
+        return f"codec.{setting}: settings are below the codec's name: codec.{having}.{setting}=..."
+    if not names or below:
+        return f"codec.{setting} goes with codec={choice if below else 'NAME'} (`kvlab list codecs`)"
+    return f"codec={names[0]} has no setting {setting!r}; it has: {', '.join(settings_of('codec', names[0], own))}"
 
 
 def _chosen(group: str, arguments: Sequence[str]) -> list[str]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvlab.cache import KVCache, RowMemory
+from kvlab.cache import KVCache, Memory, RowMemory
+from kvlab.codecs.side import FULL_PRECISION
 from kvlab.measure import now
 from kvlab.policies import Policy
 
@@ -129,11 +130,11 @@ class Reading:
         """An independent copy; see `KVCache.fork`."""
         return replace(self, feed=self.feed.fork(policy))
 
-    def memory(self) -> tuple[list[RowMemory], int, int]:
-        """What each sequence holds now, the peak of the batch, and its bookkeeping, in bytes."""
+    def memory(self) -> tuple[list[RowMemory], Memory]:
+        """What each sequence holds now, and what the batch does."""
         memory = self.feed.cache.memory()
         nothing = [RowMemory(0, 0, 0, 0)] * len(self.last)  # prompts of one token, which is yet to be read
-        return self.feed.cache.memory_by_row() or nothing, memory.kv_bytes_peak, memory.state_bytes
+        return self.feed.cache.memory_by_row() or nothing, memory
 
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
         """Log-probabilities of one continuation for each prompt, read under eviction. The reading moves on with it."""
@@ -239,7 +240,7 @@ class WholeTexts(Reading):
         """These prompts alone."""
         return replace(self, prompts=tuple(self.prompts[row] for row in rows))
 
-    def memory(self) -> tuple[list[RowMemory], int, int]:
+    def memory(self) -> tuple[list[RowMemory], Memory]:
         """A full cache of each prompt, which is what a simulation needs."""
         layers = self.session.plan.layers
         rows = []
@@ -247,7 +248,8 @@ class WholeTexts(Reading):
             held = sum(min(len(prompt), layer.window or len(prompt)) * layer.token_bytes for layer in layers)
             tokens = len(prompt) * sum(layer.num_kv_heads for layer in layers)
             rows.append(RowMemory(held, held, tokens, tokens))
-        return rows, sum(row.kv_bytes for row in rows), 0
+        total = sum(row.kv_bytes for row in rows)
+        return rows, Memory(total, total, total, 0, 0, 1.0, {FULL_PRECISION: total}, torch.zeros(0, 0, 0, dtype=torch.long))
 
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
         """Log-probabilities of one continuation for each prompt, some rows at a time, as logits take much memory."""

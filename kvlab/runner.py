@@ -40,6 +40,8 @@ from kvlab.workbench import Workbench
 
 PROBE_STEPS = 8
 """Decode steps that are timed in one batch of each cell."""
+PART = "kv_bytes."
+"""Before the kinds of bytes that make up a record's `kv_bytes`."""
 LEFT_OUT_LINES = 20
 """Lines on rows left out that a result holds."""
 Progress = Callable[[int], None]
@@ -212,15 +214,18 @@ def _memory(reading: Reading, batch: Sequence[Sample]) -> list[dict[str, float]]
 
 def _memory_by_row(reading: Reading) -> list[dict[str, float]]:
     """What each sequence holds. The peak and the bookkeeping are known for the batch only and shared out by length."""
-    rows, peak, state = reading.memory()
+    rows, batch = reading.memory()
     whole = sum(row.kv_bytes_full for row in rows) or 1
     shares = [row.kv_bytes_full / whole for row in rows]
+    parts = {f"{PART}{kind}": size / (batch.kv_bytes or 1) for kind, size in batch.parts.items()}
     return [
         {
             "kv_bytes": row.kv_bytes,
-            "kv_bytes_peak": max(row.kv_bytes, round(peak * share)),
+            "kv_bytes_peak": max(row.kv_bytes, round(batch.kv_bytes_peak * share)),
             "kv_bytes_full": row.kv_bytes_full,
-            "state_bytes": round(state * share),
+            "state_bytes": round(batch.state_bytes * share),
+            "offload_bytes": round(batch.offload_bytes * share),
+            **{part: round(row.kv_bytes * size) for part, size in parts.items()},
             "kept": row.kept,
             "seen": row.seen,
         }
@@ -237,8 +242,11 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
     if not metrics:
         raise ValueError(f"task {cell.task.name} gave no metrics")
     main = cell.task.main_metric if cell.task.main_metric in metrics else next(iter(metrics))
-    names = ("kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes")
-    memory: dict[str, Any] = {name: statistics.fmean(record["memory"][name] for record in records) for name in names}
+    held = [record["memory"] for record in records]
+    names = ("kv_bytes", "kv_bytes_peak", "kv_bytes_full", "state_bytes", "offload_bytes")
+    memory: dict[str, Any] = {name: statistics.fmean(one.get(name, 0) for one in held) for name in names}
+    parts = sorted({name for one in held for name in one if name.startswith(PART)})
+    memory["parts"] = {name.removeprefix(PART): statistics.fmean(one.get(name, 0) for one in held) for name in parts}
     seen = sum(record["memory"]["seen"] for record in records)
     memory["kept_fraction"] = sum(record["memory"]["kept"] for record in records) / seen if seen else 1.0
     prompts = [prompt.ids for sample in samples for prompt in sample.prompts]

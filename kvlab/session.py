@@ -106,6 +106,8 @@ def attach(
         _check_codec(model, policy, coding, simulation is not None)
     if policy.rolling:  # keys without rotation are held in float32 at least
         layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)
+    if coding is not None:
+        layers = tuple(coding.fitted(layer) for layer in layers)
     over: list[bool] = []
     plan = Plan(
         policy=policy,

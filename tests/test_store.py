@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.rows import GROWTH
 from kvlab.cache.store import SlotStore
+from kvlab.rows import GROWTH
 
 MASS, TOKEN, MARKS = torch.float32, torch.int32, torch.int16
 

@@ -76,6 +76,11 @@ class EncodedStore(TokenRows):
         """The part of `kv_bytes` that each sequence takes, (batch,)."""
         return self.sides[0].bytes_by_row + self.sides[1].bytes_by_row
 
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of copies on the CPU."""
+        return sum(side.offload_bytes for side in self.sides)
+
     def view(self) -> View:
         """Dense view, in which keys and values are decoded when they are asked for."""
         dense, full, index = self._view()

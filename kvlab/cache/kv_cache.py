@@ -28,10 +28,12 @@ class Memory:
     """What a cache weighs, all in bytes but the last two.
 
     kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
+    parts          the same by what is held: full_precision, codes, scales, zeros and what else a codec holds
     kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
     kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
     state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, queries of
                    an open turn; but not what all caches of a session share (tables of token kinds, hash projections)
+    offload_bytes  copies that a codec holds on the CPU beside the device's memory
     kept_fraction  kept tokens / seen tokens, over all layers and heads
     kept_len       kept tokens, (layers, batch, kv_heads)
     """
@@ -40,7 +42,9 @@ class Memory:
     kv_bytes_peak: int
     kv_bytes_full: int
     state_bytes: int
+    offload_bytes: int
     kept_fraction: float
+    parts: dict[str, int]
     kept_len: Tensor = field(repr=False)
 
     def as_dict(self) -> dict[str, object]:
@@ -352,8 +356,14 @@ class KVCache(Cache):
         own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.own_tensors)]
         state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables.values())
         state += sum(tensor.untyped_storage().nbytes() for tensor in own)
+        parts: dict[str, int] = {}
+        for layer in filled:
+            for kind, size in layer.store.parts.items():
+                parts[kind] = parts.get(kind, 0) + size
         return Memory(
-            kv_bytes=sum(layer.store.kv_bytes for layer in filled),
+            kv_bytes=sum(parts.values()),
+            parts=parts,
+            offload_bytes=sum(layer.store.offload_bytes for layer in filled),
             kv_bytes_peak=self._peak,
             kv_bytes_full=sum(int(self._full_bytes(layer).sum()) for layer in filled),
             state_bytes=state,

@@ -101,6 +101,7 @@ class SlotStore(TokenRows):
     encoded = False
     evictable = True
     """Whether single tokens may leave."""
+    offload_bytes = 0
 
     def _begin(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts) -> None:
         super()._begin(planes, capacity, lengths)

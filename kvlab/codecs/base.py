@@ -8,12 +8,14 @@ then codecs encode. A decoded token comes in in full precision, attends, and is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
+from kvlab.budget import LayerGeometry
 from kvlab.codecs.side import Side
 from kvlab.hints import did_you_mean
 from kvlab.kernels.dispatch import Kernels
@@ -44,6 +46,12 @@ class Codec:
     def bits_of(self, side: str, dim: int, itemsize: int) -> float:
         """Bits of one number of an encoded token. side: keys or values; dim: of a token and head; itemsize: in bytes."""
         return 8.0 * itemsize
+
+    def fitted(self, layer: LayerGeometry) -> LayerGeometry:
+        """A layer's geometry with the bytes of numbers as they are encoded."""
+        keys = self.bits_of("keys", layer.key_dim, math.ceil(layer.key_itemsize)) / 8
+        values = self.bits_of("values", layer.value_dim, math.ceil(layer.value_itemsize)) / 8
+        return dataclasses.replace(layer, key_itemsize=keys, value_itemsize=values)
 
     @property
     def evictable(self) -> bool:
