@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlab.budget import Budget, BudgetError
     from kvlab.cache import KVCache, Memory
+    from kvlab.codecs import Codec, CodecError, codec_names, make_codec, register_codec
     from kvlab.models import load_model
     from kvlab.policies import Policy, PolicyError, make_policy, policy_names, register
     from kvlab.session import Session, UnsupportedModel, attach
@@ -28,6 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "BudgetError",
+    "Codec",
+    "CodecError",
     "KVCache",
     "Memory",
     "Policy",
@@ -36,16 +39,21 @@ __all__ = [
     "Step",
     "UnsupportedModel",
     "attach",
+    "codec_names",
     "load_model",
     "load_results",
+    "make_codec",
     "make_policy",
     "policy_names",
     "register",
+    "register_codec",
 ]
 
 _HOME = {
     "Budget": "budget",
     "BudgetError": "budget",
+    "Codec": "codecs",
+    "CodecError": "codecs",
     "KVCache": "cache",
     "Memory": "cache",
     "Policy": "policies",
@@ -54,11 +62,14 @@ _HOME = {
     "Step": "shapes",
     "UnsupportedModel": "session",
     "attach": "session",
+    "codec_names": "codecs",
     "load_model": "models",
     "load_results": "tables",
+    "make_codec": "codecs",
     "make_policy": "policies",
     "policy_names": "policies",
     "register": "policies",
+    "register_codec": "codecs",
 }
 
 

@@ -29,8 +29,8 @@ class LayerGeometry:
     key_dim: int
     value_dim: int
     window: int | None = None
-    key_itemsize: float = 4
-    value_itemsize: float = 4
+    key_itemsize: int | float = 4
+    value_itemsize: int | float = 4
 
     @property
     def token_bytes(self) -> int:

@@ -176,9 +176,8 @@ class Cell:
     def folder(self) -> Path:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
-        label = "+".join([self.policy_label, *self.codec_labels])[
-            :LONGEST_LABEL
-        ]  # a folder's name must fit; the hash tells cells apart
+        # A folder's name must fit; the hash tells cells apart.
+        label = "+".join([self.policy_label, *self.codec_labels])[:LONGEST_LABEL]
         parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
@@ -301,9 +300,10 @@ def _codecs(settings: Any) -> tuple[Codec, ...]:
     """Codecs in the order in which they are chosen; each has its settings below its own name."""
     if not settings:
         return ()
-    if not isinstance(settings, Mapping) or not all(isinstance(one, Mapping) and one.get("name") for one in settings.values()):
+    named = isinstance(settings, Mapping) and all(isinstance(one, Mapping) and one.get("name") for one in settings.values())
+    if not named:
         raise SettingError(
-            f"codec={settings!r}: choose with codec=NAME; settings below the name, such as codec.kivi2.residual=32"
+            f"codec={settings!r}: choose with codec=NAME; its settings are below the name, such as codec.kivi2.residual=32"
         )
     return tuple(
         build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)) for choice, one in settings.items()

@@ -136,7 +136,7 @@ def test_chunked_evicts_after_each_chunk_to_the_budget_of_the_whole_prompt():
         kept = reading.feed.cache.kept_positions()
         (scored,) = reading.score([gold])
         long = [Prompt(row(150))]
-        peaks = [Reader(session, one).read(long).memory()[1] for one in (Chunked(chunk=10), PromptProtocol())]
+        peaks = [Reader(session, one).read(long).memory()[1].kv_bytes_peak for one in (Chunked(chunk=10), PromptProtocol())]
         assert peaks[0] < peaks[1]
     with attach(model, make_policy("tova"), Budget(tokens=8)) as session:
         cache = session.new_cache()
@@ -263,13 +263,13 @@ def test_generation_equals_decoding_by_hand_and_stops_at_the_end_token():
 def test_what_each_row_holds_adds_up_to_what_the_batch_holds():
     with attach(shared_model("llama"), make_policy("adakv", obs_window=4), Budget(tokens=20)) as session:
         reading = Reader(session, PromptProtocol()).read(prompts(60, 41, 50))
-        rows, peak, _ = reading.memory()
+        rows, batch = reading.memory()
         memory = reading.feed.cache.memory()
     assert sum(one.kv_bytes for one in rows) == memory.kv_bytes
     assert sum(one.kv_bytes_full for one in rows) == memory.kv_bytes_full
     assert sum(one.kept for one in rows) == int(memory.kept_len.sum())
     assert [one.seen for one in rows] == [59 * 4, 40 * 4, 49 * 4]  # 2 layers, 2 KV heads; the last token is not read yet
-    assert peak == memory.kv_bytes_peak > memory.kv_bytes
+    assert batch.kv_bytes_peak == memory.kv_bytes_peak > memory.kv_bytes
 
 
 def test_a_fork_under_another_policy_holds_on_to_what_is_held():

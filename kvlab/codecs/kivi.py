@@ -33,7 +33,7 @@ class Kivi(Codec):
         super().__post_init__()
         check_grouping(self.name, self.bits, self.group)
         if "channel" in (self.key_axis, self.value_axis) and (self.residual % self.group or not self.residual):
-            raise CodecError(f"codec.{self.name}.residual={self.residual}: use a multiple of group, which is {self.group}")
+            raise CodecError(f"codec {self.name}: residual={self.residual}: use a multiple of group, which is {self.group}")
 
     def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[GroupedSide, GroupedSide]:
         """One of each axis."""
@@ -59,6 +59,6 @@ class Kivi(Codec):
 def check_grouping(name: str, bits: int, group: int) -> None:
     """Raises CodecError for what kernels can't read."""
     if bits not in BITS:
-        raise CodecError(f"codec.{name}.bits={bits}: use one of {', '.join(map(str, BITS))}")
+        raise CodecError(f"codec {name}: bits={bits}: use one of {', '.join(map(str, BITS))}")
     if not group:
-        raise CodecError(f"codec.{name}.group=0: use at least 1")
+        raise CodecError(f"codec {name}: group=0: use at least 1")
