@@ -23,13 +23,14 @@ def quick(monkeypatch):
 
 
 def test_every_bench_prints_a_table(capsys):
-    assert main(["bench", "decode", "prefill", "loglik", "choices", "memory", *SMALL]) == 0
+    assert main(["bench", "decode", "prefill", "loglik", "choices", "codecs", "memory", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert out.count("### ") == 5
+    assert out.count("### ") == 6
     for said in (
         "h2o at 20% over transformers' DynamicCache, batch 2 × 192",
         "knorm over streaming_llm",
         "scan over token by token",
+        "| kivi2 | ",
         "h2o, stream: 4 choices of 1 contexts of 60 tokens",
     ):
         assert said in out

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvlab.bench.choices import choices
+from kvlab.bench.codecs import codecs, render_codecs
 from kvlab.bench.decode import decode
 from kvlab.bench.loglik import loglik
 from kvlab.bench.memory import memory, render_memory
@@ -26,6 +27,7 @@ BENCHES: dict[str, tuple[str, Callable[[Setup], Sequence[Any]], Callable[[str, A
     "prefill": ("Reading a prompt", prefill, render),
     "loglik": ("Log-probabilities under per-step eviction", loglik, render),
     "choices": ("Multiple choice", choices, render),
+    "codecs": ("Codecs", codecs, render_codecs),
     "memory": ("Keys and values held", memory, render_memory),
 }
 """name -> (title, bench, how to print it)"""

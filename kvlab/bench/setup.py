@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvlab.budget import Budget
+from kvlab.codecs import Codec
 from kvlab.evals.texts import embedded_text
 from kvlab.models import load_model
 from kvlab.policies import PolicyError, make_policy, policy_names
@@ -62,10 +63,10 @@ class Setup:
         return torch.tensor(ids[:length], device=self.device)[None]
 
     @contextmanager
-    def session(self, policy: str, **settings: Any) -> Iterator[Session]:
-        """A session of a policy at the bench's budget."""
-        budget = Budget() if policy == "full" else Budget(ratio=self.ratio)
-        with attach(self.model, make_policy(policy, **settings), budget, tokenizer=self.tokenizer) as session:
+    def session(self, policy: str, codec: Codec | None = None, **settings: Any) -> Iterator[Session]:
+        """A session of a policy at the bench's budget, with a codec or none."""
+        budget, codecs = Budget() if policy == "full" else Budget(ratio=self.ratio), () if codec is None else (codec,)
+        with attach(self.model, make_policy(policy, **settings), budget, codecs, tokenizer=self.tokenizer) as session:
             yield session
 
 
