@@ -1175,6 +1175,28 @@ def test_ties_between_heads(inputs, alpha):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group", ["max", "mean"])
+def test_even_attention_expires_nothing(group, dtype):
+    """All tokens get 1 / their number exactly, but for rounding."""
+    for count, size in (("seen", 1), ("held", 3), ("seen", 8)):
+        settings = {"window": 1, "recent_window": 0, "count": count, "group": group}
+        for script in ((*prompt(41), *steps(12)), (*stream(33), *prompt(9), *steps(3))):
+            case = make_case("corm", script, settings=settings, inputs="zero_queries", group=size)
+            assert check(case, dtype).kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_what_all_queries_look_at_never_expires(dtype):
+    """The first token gets all attention; the others leave when four queries have passed over them."""
+    for script in ((*prompt(33), *steps(12)), (*stream(30), *steps(2)), (*prompt(3), *steps(3), *prompt(20))):
+        for recent in (0, 6):
+            settings = {"window": 4, "recent_window": recent}
+            driver = check(make_case("corm", script, settings=settings, inputs="one_focus"), dtype)
+            length = sum(driver.case.lengths)
+            assert driver.kept()[0] == [[0, *range(length - max(3, recent), length)]] * 2
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_tied_norms(dtype):
     for script in (TURNS, ONLY_STEPS, PADDED_SCRIPTS["turns_mixed"]):
         check(make_case("knorm", script, 9, inputs="tied_norms"), dtype)
