@@ -479,7 +479,7 @@ def _mean_value(value: Any, offsets: Any, first: int, rows: int, count: int, out
             out[i] += held[i] / np.float32(rows)
 
 
-@njit
+@njit(inline="always")
 def _make_room(
     bound: int, target: int, planes: Any, offsets: Any, lengths: Any, first: int, rows: int, now: int, window: int,
     limits: Any, order: int, marks: Any, decay: Any, probes: Any, mean_of_plane: bool, shared: Any, by: Any,
