@@ -131,7 +131,6 @@ VARIANTS = {
     "special hyde": ("hyde", {"keep_special": True, "group": "sum"}),
     "held corm": ("corm", {"count": "held", "group": "mean", "num_sink": 1}),
     "special corm": ("corm", {"keep_special": True, "window": 3}),
-    "rolling corm": ("corm", {"rolling": True}),
     "l1 fastgen": ("fastgen", {"recovery": "l1", "threshold": 0.5}),
 }
 
