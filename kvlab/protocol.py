@@ -135,7 +135,7 @@ class Chunked(HoldsBack):
 
     def check(self, policy: Policy, budget: Budget) -> None:
         """A profile of a prompt needs all of it."""
-        if policy.chooses:
+        if policy.profiles:
             raise SettingError(f"policy {policy.name} decides by all of a prompt, not chunk by chunk: use protocol=prompt")
 
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
@@ -160,7 +160,7 @@ class Stream(Protocol):
     def check(self, policy: Policy, budget: Budget) -> None:
         """Policies that decide at a prompt's end have nothing to decide here."""
         if policy.evicts and policy.when == "prompt_end":
-            others = "protocol=prompt" if policy.chooses else "protocol=prompt or protocol=chunked"
+            others = "protocol=prompt" if policy.profiles else "protocol=prompt or protocol=chunked"
             raise SettingError(
                 f"policy {policy.name} decides at a prompt's end and can't evict from the first token on: use {others}, or "
                 "another policy"

@@ -195,8 +195,7 @@ class RowPlanes:
 
     def trim(self, limit: Counts | None = None) -> None:
         """Free what rows hold beyond the slots that they grow by, and beyond `limit`."""
-        roomy = self.lengths + self._growth(self.lengths)
-        roomy = roomy if limit is None else np.minimum(roomy, np.maximum(limit, self.lengths))
+        roomy = self._roomy(self.lengths, limit)
         if (self.capacity > roomy).any():
             self._resize(np.minimum(self.capacity, roomy))
 
@@ -224,12 +223,14 @@ class RowPlanes:
         Rows get some free slots, at most `limit` in all. index: flat index of each dense slot, if there is one already.
         """
         lengths = kept.sum(-1).cpu().numpy()
-        roomy = lengths + self._growth(lengths)
-        capacity = roomy if limit is None else np.minimum(roomy, np.maximum(limit, lengths))
         if index is None:
             starts = self.row_offsets.view(lengths.shape)[..., None]
             index = starts + torch.arange(kept.shape[-1], device=kept.device)
-        self._rebuild(capacity, lengths, index[kept])
+        self._rebuild(self._roomy(lengths, limit), lengths, index[kept])
+
+    def settle(self, limit: Counts | None) -> None:
+        """Free the memory of what a kernel has dropped, as `keep_slots` does."""
+        self._resize(self._roomy(self.lengths, limit))
 
     def select_rows(self, sequences: Tensor) -> None:
         """Rebuild the store from these sequences of the batch: (new_batch,) indices."""
@@ -277,6 +278,12 @@ class RowPlanes:
     @staticmethod
     def _growth(slots: Counts) -> Counts:
         return np.maximum(GROWTH, slots // 32)
+
+    @classmethod
+    def _roomy(cls, lengths: Counts, limit: Counts | None) -> Counts:
+        """Slots of rows that hold so many: some free ones, at most `limit` in all."""
+        roomy = lengths + cls._growth(lengths)
+        return roomy if limit is None else np.minimum(roomy, np.maximum(limit, lengths))
 
     def _slots(self, starts: Counts, counts: Counts) -> Tensor:
         """Flat indices of `counts` slots from `starts` on, row by row."""

@@ -26,6 +26,7 @@ from fractions import Fraction
 
 import numpy as np
 
+import naive_corm
 import naive_seeds
 
 DEAD, NORMAL, RECENT, SPECIAL, SINK = 0, 1, 2, 3, 4
@@ -71,6 +72,7 @@ POLICY_SETTINGS: dict[str, dict] = {
         "members": ("special", "special+punct", "special+punct+frequent", "special+punct+frequent+local", "full"),
         "group": "mean",
     },
+    "corm": {"window": 256, "recent_window": 256, "count": "seen", "group": "max"},
 }
 SNAP_FAMILY = ("snapkv", "pyramidkv", "adakv")
 
@@ -137,6 +139,7 @@ class State:
     rank: list[Weights] = field(default_factory=list)  # snapkv family: scores of the last prompt's end, of what was unprotected
     head_budgets: list[int] | None = None  # adakv: set at a prompt's end, used by the steps that follow
     lows: list[dict[int, dict[int, bool]]] = field(default_factory=list)  # scissorhands: key -> query -> was it low?
+    important: list[list[dict[int, bool]]] = field(default_factory=list)  # corm: [query][key], what was looked at
     profile: list[int] | None = None  # fastgen: set at the first prompt's end
     given_budget: int | None = None  # of the decision that is due, before a sliding window caps it
     kept: list = field(default_factory=list)
@@ -230,6 +233,8 @@ def attend_token(
             state.mass[kv_head][j] = state.mass[kv_head].get(j, 0.0) + gained
     if case.policy == "scissorhands":
         naive_seeds.note_lows(case, state, t, weights)
+    if case.policy == "corm":
+        naive_corm.note_important(case, state, t, weights)
     return weights
 
 
@@ -450,6 +455,9 @@ def decide(case: Case, state: State, segment: Segment, t: int, segment_weights: 
     if case.policy == "fastgen":
         naive_seeds.decide_fastgen(case, state, segment, t, segment_weights)
         return
+    if case.policy == "corm":
+        naive_corm.decide(case, state, segment, t)
+        return
     if case.policy == "hashevict" and (segment.kind == "step" or case.settings["prompt"] == "stream"):
         naive_seeds.decide_hashevict(case, state, segment, t)
         return
@@ -547,6 +555,7 @@ def replay(
     state = State(held=[[] for _ in range(case.num_kv_heads)], mass=[{} for _ in range(case.num_kv_heads)])
     state.rank = [{} for _ in range(case.num_kv_heads)]
     state.lows = [{} for _ in range(case.num_kv_heads)]
+    state.important = [[] for _ in range(case.num_kv_heads)]
     out = np.zeros((num_heads, length, v.shape[2]))
     start = 0
     for segment in segments:

@@ -164,18 +164,26 @@ def _step(scanned, queries, arrivals, limits, attention, rule, where):
                 keys = _keys(unit, rule, now, limit, grace, probes)
             _drop(scanned, unit, keys, now, recent, limits.num_sink, attention.window, rule)
 
+    def expire():
+        if rule.order == "expired":
+            _expire(scanned, unit[0], now, recent, limits.num_sink, attention.window, rule)
+
     if now < 0:
         return
-    if limits.before and len(unit[0]) >= limit:
-        make_room(min(target, limit - 1))
+    if limits.before:
+        expire()
+        if len(unit[0]) >= limit:
+            make_room(min(target, limit - 1))
     for h, row in zip(heads, unit, strict=True):
         row.append(_arriving(arrivals, b, h, t))
         scanned.peaks[b * kv_heads + h] = max(scanned.peaks[b * kv_heads + h], len(row))
         if queries.shape[-1] > 0:
             merged = _attend(scanned.outputs[b, h, :, t], queries[h], row, now, attention, rule, (b, h))
             _observe(scanned, row, merged, now, rule)
-    if not limits.before and len(unit[0]) > limit:
-        make_room(min(target, limit))
+    if not limits.before:
+        expire()
+        if len(unit[0]) > limit:
+            make_room(min(target, limit))
 
 
 def _arriving(arrivals, b, h, t):
@@ -204,9 +212,12 @@ def _observe(scanned, row, merged, now, rule):
         token["observed"] = received
         if rule.observe == "sum":
             token["value"] = token["value"] + received
-        if rule.observe == "marks":
+        if rule.observe in ("marks", "stamps"):
             bound = (1 - HAIR) / (len(row) if rule.marks.of == "held" else now + 1)
             scanned.margin = min(scanned.margin, abs(received - bound) / bound)
+        if rule.observe == "stamps" and not received < bound:
+            token["value"] = float(now)
+        if rule.observe == "marks":
             place = now % rule.marks.window
             token["bits"] = token["bits"] & ~(1 << place) | ((received < bound) != rule.marks.high) << place
 
@@ -264,8 +275,20 @@ def _drop(scanned, unit, keys, now, recent, num_sink, window, rule):
     victim = order[0][2]
     for row in unit:
         row[:] = [token for token in row if token["position"] != victim]
-    if rule.order == "decayed" or (rule.order in ("value", "ranked") and rule.observe in ("sum", "last")):
+    if rule.order == "decayed" or (rule.order in ("value", "ranked", "expired") and rule.observe in ("sum", "last")):
         scanned.margin = min(scanned.margin, _margin(order))
+
+
+def _expire(scanned, row, now, recent, num_sink, window, rule):
+    """All leave that are in nobody's protection and whose value lies too far behind, and all that left the window."""
+    name, stay = "observed" if rule.observe == "last" else "value", []
+    for token in row:
+        tier, behind = _tier(token, now, recent, num_sink, window), now - token.get(name, 0.0)
+        if rule.observe in ("sum", "last") and tier == NORMAL:
+            scanned.margin = min(scanned.margin, abs(behind - rule.marks.window) / max(1, now))
+        if tier > NORMAL or (tier == NORMAL and behind < rule.marks.window):
+            stay.append(token)
+    row[:] = stay
 
 
 def _tier(token, now, recent, num_sink, window):

@@ -19,6 +19,7 @@ pytestmark = [
 BUDGET = 64
 LENGTHS = (100, 170, 130)
 STEPS = 24
+SMALL = {"corm": {"window": 24, "recent_window": 12}}  # by default it protects more than the budget
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def prompts(embedded):
 
 def test_a_padded_batch_equals_its_prompts_alone(policy_name, embedded, prompts):
     model, tokenizer = embedded
-    policy = make_policy(policy_name)
+    policy = make_policy(policy_name, **SMALL.get(policy_name, {}))
     batch = tokenizer.pad({"input_ids": [row[0].tolist() for row in prompts]}, return_tensors="pt")
     with attach(model, policy=policy, budget=Budget(tokens=BUDGET), tokenizer=tokenizer) as session:
         cache = session.new_cache()

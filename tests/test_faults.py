@@ -319,6 +319,24 @@ FAULTS = {
         "(step.now[:, None] - reach[:, None])[:, None, :, None]",
         ["tests/test_parity.py"],
     ),
+    "a token is given up one query early": (
+        "policies/corm.py",
+        "(arrival.positions[:, None] - 1)",
+        "(arrival.positions[:, None] - 2)",
+        ["tests/test_parity.py"],
+    ),
+    "a compiled token is given up one query late": (
+        "kernels/compiled.py",
+        "behind = not np.float32(now) - value[i] < np.float32(span)",
+        "behind = not np.float32(now) - value[i] <= np.float32(span)",
+        ["tests/test_scan_kernels.py"],
+    ),
+    "lengths after a scan are not read back": (
+        "cache/store.py",
+        "return self.row_lengths.cpu().numpy().reshape(self.lengths.shape).copy()",
+        "return self.lengths + 1",
+        ["tests/test_scan.py"],
+    ),
     "a profile is of the first sequence": (
         "policies/fastgen.py",
         "member = enough.long().argmax(-1)",

@@ -277,6 +277,10 @@ def decayed(observe="sum", decay=Decay(0.8, 0.1, 1.2, 0.7, 0.3)):  # noqa: B008 
     return ScanRule(observe, "decayed", None if observe == "last" else "mass", norm="norm", decay=decay)
 
 
+def expired(window, of="seen", group="max", observe="stamps"):
+    return ScanRule(observe, "expired", "mass", marks=Marks(window, of=of), group=group)
+
+
 SUMS = ScanRule("sum", "value", "mass")
 FAR = ScanRule(order="distance", bits="codes")
 CASES = {
@@ -320,6 +324,12 @@ CASES = {
     "decayed, last, before": Case(decayed("last", Decay(0.9, 0.01, 2.0, 1.0, 0.5)), before=True, target=6),
     "decayed, odd values": Case(decayed("nothing", Decay(0.7, 0.3, 0.5, 0.0, 1.0)), values="odd", target=5),
     "decayed, ties": Case(decayed("nothing", Decay(0.7, 0.3, 0.0, 1.0, 1.0)), values="ties", target=5),
+    "expired": Case(expired(14), recent=1, special=True, source=True, limit=20),
+    "expired, down to a target": Case(expired(15, group="mean"), group=3, recent=1, limit=7, target=5),
+    "expired, of held, window": Case(expired(3, "held"), AttentionRule(0.3, window=11), dtype=torch.bfloat16, source=True),
+    "expired, before": Case(expired(14), before=True, recent=1, special=True, limit=20),
+    "expired, odd values": Case(expired(15, observe="nothing"), values="odd", recent=1, limit=20),
+    "expired, never": Case(expired(2**40), limit=2**40, target=2**40),
     "fade": Case(SUMS, AttentionRule(0.3, fade=FADE)),
     "fade, cap, sinks, window": Case(
         counted(4), AttentionRule(0.3, 10, 2.0, sinks(2, 2), fade=FADE), dtype=torch.bfloat16, target=6
@@ -359,7 +369,7 @@ def test_scan_of_many_tokens(case):
 
 STEPWISE = [
     "sum", "sum, before", "last, coupled, before", "last", "ranked", "age, window", "age, before", "high of held, max",
-    "distance", "decayed", "fade",
+    "distance", "decayed", "expired", "expired, before", "fade",
 ]  # fmt: skip
 
 
@@ -369,7 +379,7 @@ def test_scan_of_many_tokens_launch_by_launch(name, monkeypatch):
     check_scan(CASES[name])
 
 
-SINGLY = ["sum", "sum, coupled", "last, before", "last, coupled", "age", "ranked", "low of seen", "no dims, age"]
+SINGLY = ["sum", "sum, coupled", "last, before", "last, coupled", "age", "ranked", "low of seen", "expired", "no dims, age"]
 
 
 @pytest.mark.parametrize("name", SINGLY)
@@ -379,8 +389,8 @@ def test_scan_of_one_token(name):
 
 @pytest.mark.parametrize(
     "rule, number_of_bytes",
-    [(ScanRule("nothing", "value", "mass"), 1), (counted(77), 10), (FAR, 76), (decayed(), 1)],
-    ids=["value", "count", "distance", "decayed"],
+    [(ScanRule("nothing", "value", "mass"), 1), (counted(77), 10), (FAR, 76), (decayed(), 1), (expired(75), 1)],
+    ids=["value", "count", "distance", "decayed", "expired"],
 )
 def test_victims_beyond_one_block(rule, number_of_bytes):
     """Rows longer than the blocks that tokens are looked at in; several equal values, the oldest of which leaves."""
@@ -480,6 +490,9 @@ COMPILE = textwrap.dedent("""
     run(torch.bfloat16, 128, 1, marks, fading, False, 5)
     run(torch.bfloat16, 64, 5, marks, fading, True, 20)
     run(torch.float32, 64, 5, decayed, fading, True)
+    expired = ScanRule("stamps", "expired", "value", marks=Marks(2**40, of="held"), group="max")
+    run(torch.bfloat16, 128, 1, expired, AttentionRule(0.1), False)
+    run(torch.float32, 64, 5, expired, AttentionRule(0.1, 9), True)
     run(torch.bfloat16, 64, 5, far, AttentionRule(0.1), False, 2)
     run(torch.float32, 0, 5, far, AttentionRule(0.1), True, 8)
 

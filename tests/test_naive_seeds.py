@@ -1,4 +1,4 @@
-"""The slow references of scissorhands, hashevict, hyde and fastgen, against numbers worked out by hand."""
+"""The slow references of scissorhands, hashevict, hyde, fastgen and corm, against numbers worked out by hand."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_inputs_attend_as_written():
     assert np.allclose(out[1], [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]])
 
 
-@pytest.mark.parametrize("policy", ["scissorhands", "hashevict", "hyde", "fastgen"])
+@pytest.mark.parametrize("policy", ["scissorhands", "hashevict", "hyde", "fastgen", "corm"])
 def test_settings_are_checked(policy):
     with pytest.raises(ValueError, match="no setting"):
         naive.complete_settings(policy, {"heavy_share": 1})
@@ -484,3 +484,51 @@ def test_fastgen_refuses_streams_before_a_prompt(segments):
     q, k = indifferent(4)
     with pytest.raises(ValueError, match="prompt's end"):
         replay(q, k, segments, "fastgen", None, 3)
+
+
+# --------------------------------------------------------------------------------------------------------- corm
+
+
+@pytest.mark.parametrize(
+    ("segments", "settings", "kept"),
+    [
+        # Keys that are important at a query: 0, 0, 0 2, 1.
+        ("p4", {"window": 1}, [1]),
+        ("p4", {"window": 2}, [0, 1, 2, 3]),  # two queries haven't looked at 3 yet
+        ("p4", {"window": 1, "recent_window": 2}, [1, 2, 3]),
+        ("p4", {"window": 1, "num_sink": 1}, [0, 1]),
+        ("p4", {"window": 5}, [0, 1, 2, 3]),
+        ("p3", {"window": 2}, [0, 2]),
+        ("s4", {"window": 2}, [0, 2, 3]),  # 1 leaves before the query comes that would look at it
+        ("s4", {"window": 1}, [0, 2, 3]),  # 1 leaves at once; without it the others get 1/4, 1/4, 1/2 of the last query
+        ("s4", {"window": 1, "count": "held"}, [3]),  # 5/9, 4/9 of the third query, then 1/3, 2/3 of the last
+        ("p3 s1", {"window": 1}, [0, 2, 3]),
+        ("p2 p2", {"window": 1}, [0, 2, 3]),
+    ],
+)
+def test_corm(segments, settings, kept):
+    q, k = attending(LOWS)
+    length = sum(int(part[1:]) for part in segments.split())
+    result = replay(q[:, :length], k[:, :length], segments, "corm", {"recent_window": 0, **settings})
+    assert last(result) == kept
+
+
+@pytest.mark.parametrize(("group", "kept"), [("max", [0, 1]), ("mean", [0]), ("first", [0]), ("sum", [0, 1])])
+def test_corm_over_a_group(group, kept):
+    q, k = attending([[1], [1, 0]], [[1], [0.1, 0.9]])
+    if group == "sum":
+        q, k = attending([[1], [0.7, 0.3]], [[1], [0.7, 0.3]])
+    assert last(replay(q, k, "p2", "corm", {"window": 1, "recent_window": 0, "group": group})) == kept
+
+
+@pytest.mark.parametrize(("budget", "settings", "kept"), [
+    (3, {}, [1, 2, 3]),  # the last queries that looked at them, or one before they came: 2, 3, 2, 2
+    (2, {}, [1, 3]),
+    (1, {}, [1]),
+    (2, {"num_sink": 1}, [0, 1]),
+    (2, {"recent_window": 1}, [1, 3]),
+    (2, {"window": 1}, [1]),
+])  # fmt: skip
+def test_corm_caps(budget, settings, kept):
+    q, k = attending(LOWS)
+    assert last(replay(q, k, "p4", "corm", {"recent_window": 0, "window": 400, **settings}, budget)) == kept

@@ -35,6 +35,7 @@ from kvlab.vocab import Vocab
 POLICIES = list(naive.POLICY_SETTINGS)
 SNAPS = list(naive.SNAP_FAMILY)
 PROMPT_END = [*SNAPS, "fastgen"]
+CAPPED = ["fastgen", "corm"]  # which decide themselves how much stays: a budget is a cap
 EVERY_STEP = [name for name in POLICIES if name not in PROMPT_END]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 SPECIAL = frozenset({0, 1})  # ids of special tokens; pads are special too, as in real tokenizers
@@ -61,6 +62,7 @@ SMALL = {
     "scissorhands": {"obs_window": 6, "recent_window": 2},
     "hashevict": {"num_sink": 1, "recent_window": 2},
     "fastgen": {"threshold": 0.7},
+    "corm": {"window": 4, "recent_window": 2},
 }
 
 
@@ -498,6 +500,7 @@ UNPROTECTED = {
     **dict.fromkeys(SNAPS, {"obs_window": 1}),
     "scissorhands": {"recent_window": 0},
     "hashevict": {"num_sink": 0, "recent_window": 0},
+    "corm": {"recent_window": 0},
 }
 """Settings under which policies protect as little as they can."""
 
@@ -566,7 +569,7 @@ def test_multi_token_steps_after_a_prompt(policy, after_prompt):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_budget_keeps_everything(policy):
-    case = make_case(policy, TURNS, settings={"members": ("full",)} if policy == "fastgen" else None)
+    case = make_case(policy, TURNS, settings={"fastgen": {"members": ("full",)}, "corm": {"window": 1000}}.get(policy))
     driver = check(case)
     assert driver.kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
 
@@ -904,19 +907,27 @@ SEEDS = {
         "recent_window": (3,),
         "keep_special": (True,),
     },
+    "corm": {
+        "window": (1, 2, 9, 17, 400),
+        "recent_window": (0, 1, 8),
+        "count": ("held",),
+        "group": ("mean", "sum", "first"),
+        "num_sink": (2,),
+        "keep_special": (True,),
+    },
 }
 VARIED = [(policy, name, value) for policy, settings in SEEDS.items() for name, values in settings.items() for value in values]
 
 
 @pytest.mark.parametrize(("policy", "name", "value"), VARIED, ids=str)
 def test_each_setting(policy, name, value):
-    """Over turns, padded batches, chunks and streams, under a budget and (where a profile decides) without one."""
+    """Over turns, padded batches, chunks and streams, under a budget and (where it is only a cap) without one."""
     for script in (TURNS, (*prompt(21, 30, 12, side="left"), *steps(9, 3), *prompt(5, 0, 8), *steps(2, 3)), CHUNKS):
         check(make_case(policy, script, 11, {name: value}, group=3))
-    if policy == "fastgen":
+    if policy in CAPPED:
         check(make_case(policy, TURNS, None, {name: value}, group=2, seed=3), "float32")
         check(make_case(policy, (*prompt(25), *stream(14), *steps(2), *prompt(6), *stream(7)), None, {name: value}))
-    else:
+    if policy in EVERY_STEP:
         check(make_case(policy, (*stream(30), *steps(3)), 11, {name: value}, group=2), "float32")
         check(make_case(policy, ONLY_STEPS, 14, {name: value}, kv_heads=1, group=4), "bfloat16")
 
@@ -927,6 +938,7 @@ REAL = {
     "hashevict": [{}, {"probe": "key", "bits": 32}, {"prompt": "recent"}],
     "hyde": [{}, {"action": "evict"}, {"action": "fade"}],
     "fastgen": [{}, {"threshold": 0.8}, {"recovery": "l1"}],
+    "corm": [{"window": 24}, {"window": 40, "count": "held", "group": "mean"}],
 }
 
 
@@ -941,7 +953,7 @@ def test_real_inputs(policy, settings):
     case = make_case(
         policy,
         (*prompt(100, 90), *steps(20, 2)),
-        None if policy == "fastgen" else 30,
+        None if policy in CAPPED else 30,
         settings,
         kv_heads=3,
         group=3,
@@ -952,7 +964,7 @@ def test_real_inputs(policy, settings):
         inputs="smollm2",
     )
     check(case, "float32")
-    if policy != "fastgen":
+    if policy in EVERY_STEP:
         check(dataclasses.replace(case, script=(*stream(60, 50), *steps(5, 2))), "float32")
 
 
@@ -1160,6 +1172,28 @@ def test_ties_between_heads(inputs, alpha):
         for tokens in (6, 7, 8):
             settings = {"alpha": alpha, "kernel": 1, "num_sink": 1}
             check(make_case("adakv", (*prompt(20), *steps(3)), tokens, settings, inputs=inputs, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group", ["max", "mean"])
+def test_even_attention_expires_nothing(group, dtype):
+    """All tokens get 1 / their number exactly, but for rounding."""
+    for count, size in (("seen", 1), ("held", 3), ("seen", 8)):
+        settings = {"window": 1, "recent_window": 0, "count": count, "group": group}
+        for script in ((*prompt(41), *steps(12)), (*stream(33), *prompt(9), *steps(3))):
+            case = make_case("corm", script, settings=settings, inputs="zero_queries", group=size)
+            assert check(case, dtype).kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_what_all_queries_look_at_never_expires(dtype):
+    """The first token gets all attention; the others leave when four queries have passed over them."""
+    for script in ((*prompt(33), *steps(12)), (*stream(30), *steps(2)), (*prompt(3), *steps(3), *prompt(20))):
+        for recent in (0, 6):
+            settings = {"window": 4, "recent_window": recent}
+            driver = check(make_case("corm", script, settings=settings, inputs="one_focus"), dtype)
+            length = sum(driver.case.lengths)
+            assert driver.kept()[0] == [[0, *range(length - max(3, recent), length)]] * 2
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

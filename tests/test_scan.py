@@ -20,19 +20,21 @@ from kvlab.kernels.dispatch import choose
 from kvlab.kernels.reference import AttentionRule
 from kvlab.policies import policy_class, register
 from kvlab.policies.base import rule_of
+from kvlab.policies.corm import CORM
 from kvlab.policies.fastgen import MEMBERS as FASTGEN_MEMBERS
 from kvlab.policies.h2o import H2O
 from kvlab.policies.streaming_llm import StreamingLLM
 from kvlab.protocol import Chunked, PromptProtocol, Reader, Stream
 from kvlab.reading import Prompt
 
-EVERY_STEP = ("full", "h2o", "hashevict", "hyde", "knorm", "random", "scissorhands", "streaming_llm", "tova")
+EVERY_STEP = ("corm", "full", "h2o", "hashevict", "hyde", "knorm", "random", "scissorhands", "streaming_llm", "tova")
 SMALL = {
     **dict.fromkeys(("snapkv", "pyramidkv", "adakv"), {"obs_window": 4, "kernel": 3}),
     "scissorhands": {"obs_window": 7, "recent_window": 2, "drop_share": 0.5},
     "hashevict": {"num_sink": 1, "recent_window": 2},
     "hyde": {"action": "fade+evict"},
     "fastgen": {"threshold": 0.8, "members": FASTGEN_MEMBERS},
+    "corm": {"window": 7, "recent_window": 2},
 }
 
 
@@ -127,6 +129,8 @@ VARIANTS = {
     "only evict": ("hyde", {"action": "evict", "power": 0.5, "norm_weight": 1.0}),
     "sinks don't fade": ("hyde", {"num_sink": 2, "recent_window": 3, "decay": 0.8, "min_decay": 0.01}),
     "special hyde": ("hyde", {"keep_special": True, "group": "sum"}),
+    "held corm": ("corm", {"count": "held", "group": "mean", "num_sink": 1}),
+    "special corm": ("corm", {"keep_special": True, "window": 3}),
     "l1 fastgen": ("fastgen", {"recovery": "l1", "threshold": 0.5}),
 }
 
@@ -139,7 +143,7 @@ def test_scan_equals_steps_with_other_settings(variant, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "knorm", "scissorhands", "hashevict", "hyde"])
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "knorm", "scissorhands", "hashevict", "hyde", "corm"])
 def test_scan_equals_steps_in_half_precision(name, dtype):
     """Logits are rounded to the type, so they and what is kept may differ by that."""
     model, found = shared_model("llama", dtype), []
@@ -247,7 +251,34 @@ def test_a_class_that_decides_otherwise_has_no_inherited_rule():
     assert rule_of(Mixed()) is None
 
 
-@pytest.mark.parametrize("wrong", [{"observe": "sum"}, {"order": "value"}, {"order": "ranked"}, {"group": "median"}], ids=str)
+def test_a_class_that_chooses_otherwise_has_no_inherited_rule():
+    class Everything:
+        def select(self, step):
+            return step.positions >= 0
+
+    @dataclass(frozen=True)
+    class Patient(CORM):
+        window: int = 9
+
+    @dataclass(frozen=True)
+    class Other(Everything, CORM):
+        pass
+
+    @dataclass(frozen=True)
+    class Chooser(Everything, H2O):
+        pass
+
+    @dataclass(frozen=True)
+    class AtTheEnd(CORM):
+        when = "prompt_end"
+
+    assert rule_of(Patient()).marks.window == 9
+    assert [rule_of(policy()) for policy in (Other, Chooser, AtTheEnd)] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"observe": "sum"}, {"order": "value"}, {"order": "ranked"}, {"group": "median"}, {"observe": "stamps"}], ids=str
+)
 def test_rules_that_can_not_be(wrong):
     with pytest.raises(ValueError, match="ScanRule"):
         ScanRule(**wrong)

@@ -101,13 +101,14 @@ def make_rule(observe="nothing", order="age", merge="mean", *, marks=None, decay
     """A rule with all that its family needs; planes are named as those of `Slots`."""
     marks = marks or Marks(5)
     by_bits = observe == "marks" or order in ("count", "distance")
+    by_value = order in ("value", "ranked", "decayed", "expired")
     return ScanRule(
         observe,
         order,
-        "value" if observe == "sum" or (order in ("value", "ranked", "decayed") and observe != "last") else None,
+        "value" if observe in ("sum", "stamps") or (by_value and observe != "last") else None,
         bits="bits" if by_bits else None,
         norm="norm" if order == "decayed" else None,
-        marks=marks if observe == "marks" or order == "count" else None,
+        marks=marks if observe in ("marks", "stamps") or order in ("count", "expired") else None,
         decay=decay if order == "decayed" else None,
         group=merge,
         coupled=coupled,
@@ -559,6 +560,62 @@ def test_the_farthest_code_leaves(kernels, size, probes, before):
         check_scan(kernels, case, expect(case))
 
 
+def stamped(case, seed):
+    """As `stamps` and `expired` are meant: a held token's value is a position from the one before its own on."""
+    draw, slots, arrivals = Draw(seed), on("cpu", case.slots), case.arrivals
+    for r, (offset, length) in enumerate(zip(slots.offsets.tolist(), slots.lengths.tolist(), strict=True)):
+        first = arrivals.positions[r // case.limits.limit.shape[1]]
+        newest = int(first[first >= 0].min()) - 1
+        for slot in range(offset, offset + length):
+            slots.value[slot] = draw.between(int(slots.positions[slot]) - 1, newest)
+    value = (arrivals.positions[:, None] - 1).float().expand(arrivals.keys.shape[:3]).contiguous()
+    return dataclasses.replace(case, slots=slots, arrivals=dataclasses.replace(arrivals, value=value))
+
+
+def clear_stamps(seed, **options):
+    """A stamped case without near ties, and what is expected of it."""
+    for attempt in range(20):
+        case = stamped(make_case(1000 * seed + attempt, **options), attempt)
+        expected = expect(case)
+        if expected.margin > CLEAR:
+            return case, expected
+    raise AssertionError("every draw has a near tie")
+
+
+@pytest.mark.parametrize("merge", ["max", "mean"])
+@pytest.mark.parametrize("of", ["seen", "held"])
+@pytest.mark.parametrize("span", [1, 2, 4, 2**40])
+def test_what_has_expired_leaves(kernels, span, of, merge):
+    """Rows end at lengths of their own, whatever their limits; protected tokens stay, but not outside a window."""
+    shrunk = []
+    for group, window, before in ((1, None, False), (3, None, False), (8, 19, False), (2, None, True)):
+        rule = make_rule("stamps", "expired", merge, marks=Marks(span, of=of))
+        options = {"limit": (5, 30), "recent": (0, 3), "num_sink": 1, "special": True, "pads": ("middle", "left")}
+        case, expected = clear_stamps(55, rule=rule, group=group, window=window, before=before, tokens=18, **options)
+        check_scan(kernels, case, expected)
+        limits = case.limits.limit.flatten().tolist()
+        shrunk += [len(row) < min(peak, limit) for row, peak, limit in zip(expected.rows, expected.peaks, limits, strict=True)]
+    assert any(shrunk)
+
+
+def test_values_that_are_no_numbers_expire_at_once(kernels):
+    for before in (False, True):
+        rule = make_rule("nothing", "expired", marks=Marks(14))
+        case = make_case(56, rule=rule, values="odd", arriving="odd", limit=(6, 30), before=before, num_sink=1)
+        assert case.slots.value.isnan().any() and case.arrivals.value.isnan().any()
+        check_scan(kernels, case, expect(case))
+
+
+@pytest.mark.parametrize("of", ["seen", "held"])
+def test_equal_attention_never_expires(kernels, of):
+    for group, merge in ((1, "max"), (5, "mean"), (8, "mean")):
+        rule = make_rule("stamps", "expired", merge, marks=Marks(1, of=of))
+        case = make_case(57, rule=rule, group=group, limit=UNLIMITED, held="none", tokens=40, shape=(1, 1), recent=0)
+        case = stamped(dataclasses.replace(case, queries=torch.zeros_like(case.queries)), 0)
+        _, slots = run_scan(kernels, case)
+        assert slots.lengths.tolist() == [40]
+
+
 DECAYS = {
     "usual": (DECAY, (0, 4)),
     "by value": (Decay(0.8, 0.1, 1.0, 1.0, 0.0), (0, 4)),
@@ -698,7 +755,9 @@ def test_nothing_fades_within_a_prompt(kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("observe", "order", "fade"), [("marks", "count", None), ("sum", "decayed", FADE)])
+@pytest.mark.parametrize(
+    ("observe", "order", "fade"), [("marks", "count", None), ("sum", "decayed", FADE), ("stamps", "expired", None)]
+)
 def test_new_families_in_every_type(kernels, observe, order, fade, dtype):
     options = {"dtype": dtype, "dims": (64, 16), "fade": fade, "target": (1, 7), "special": True, "num_sink": 1}
     case, expected = clear_case(41, rule=make_rule(observe, order), **options)
@@ -1032,6 +1091,7 @@ def cut(case, slots, first, last):
         ("marks", "count", False, False),
         ("nothing", "distance", True, False),
         ("sum", "decayed", False, False),
+        ("stamps", "expired", False, False),
     ],
 )
 def test_several_calls_are_as_one(kernels, observe, order, before, coupled):

@@ -38,7 +38,7 @@ class DecidingLayer(LayerState):
         if policy.remembers:
             step = self._remember(step, view)
         if policy.chooses:
-            if not self.profile:
+            if policy.profiles and not self.profile:
                 started = time(now.device)
                 self.profile = dict(policy.profile(step))
                 self.cache.note_profile(time(now.device) - started)

@@ -191,10 +191,8 @@ class KVLayer(DecidingLayer):
         """All steps at once, by a kernel that works on the store in place."""
         store, limits = self._held, self.limits
         assert limits is not None and isinstance(store, SlotStore)
-        limit, before = limits.limit, limits.device.before
-        steady = store.lengths is self.steady
-        if not steady:
-            store.reserve(limits.room, None, call.arrived, beyond=not before)
+        if store.lengths is not self.steady:
+            store.reserve(limits.room, None, call.arrived, beyond=not limits.device.before)
             least = np.minimum(store.lengths + call.arrived, limits.room)
             assert (store.capacity >= least).all(), "kernels write where they are told"
         state = self._arriving_state(arrival, call)
@@ -209,16 +207,28 @@ class KVLayer(DecidingLayer):
         if moved:
             slots, new = with_source(slots, new)
         output = scan(queries, new, slots, limits.device, self._step_rule, rule)
-        if not steady:
-            lengths = lengths_after(store.lengths, call.arrived, limit, limits.target, before)
-            store.scanned(lengths)
-            full = limits.target is limit and (lengths == limit).all() and (store.capacity >= limits.room).all()
-            self.steady = lengths if full else None
         if moved:
             assert slots.source is not None
             move_state(store, state, slots.source, rule, arrival.keys.shape[:3])
+        self._note_lengths(rule, call)
         self.row_seen = call.seen
         return output
+
+    def _note_lengths(self, rule: ScanRule, call: Call) -> None:
+        """How many tokens a scan has left, on the host; memory of those that left is freed where they may have been many."""
+        store, limits = self._held, self.limits
+        assert limits is not None and isinstance(store, SlotStore)
+        if rule.open_ended:
+            most = store.lengths + call.arrived
+            store.scanned(store.read_lengths())
+            if (most - store.lengths > 1).any():
+                store.settle(limits.room)
+        elif store.lengths is not self.steady:
+            limit = limits.limit
+            lengths = lengths_after(store.lengths, call.arrived, limit, limits.target, limits.device.before)
+            store.scanned(lengths)
+            full = limits.target is limit and (lengths == limit).all() and (store.capacity >= limits.room).all()
+            self.steady = lengths if full else None
 
     def _one_step(self, queries: Queries, arrival: Arrival, call: Call) -> Outputs:
         store, limits, first_room = self._held, self.limits, self.policy.phase == "before_attention"

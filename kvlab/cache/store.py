@@ -184,6 +184,10 @@ class SlotStore(TokenRows):
         """A kernel has changed the rows, and their lengths on the device too; these are the same on the host."""
         self._lengths = lengths
 
+    def read_lengths(self) -> Counts:
+        """Tokens of each row as a kernel has left them on the device, which this waits for: (batch, kv_heads)."""
+        return self.row_lengths.cpu().numpy().reshape(self.lengths.shape).copy()
+
     def replace_state(self, incoming: Mapping[str, Tensor], source: Tensor, keep: Iterable[str | None] = ()) -> None:
         """State, but for the planes `keep`, of tokens that a kernel moved. incoming: (arrived, ...) by name, 0 if left out.
 

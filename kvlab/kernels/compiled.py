@@ -19,8 +19,8 @@ from numba.extending import intrinsic, overload
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 INFINITY = np.float32(np.inf)
 # Places in contract.OBSERVE, contract.ORDER and contract.GROUPS; those that aren't named need no code of their own.
-SUM, LAST, MARKS = 1, 2, 3
-VALUE, RANKED, COUNT, DISTANCE, DECAYED = 1, 2, 3, 4, 5
+SUM, LAST, MARKS, STAMPS = 1, 2, 3, 4
+VALUE, RANKED, EXPIRED, COUNT, DISTANCE, DECAYED = 1, 2, 3, 4, 5, 6
 MEAN, MAX, FIRST = 0, 2, 3
 DEAD, NORMAL, RECENT, SPECIAL, SINK = range(5)
 COLUMNS = 512  # slots whose mass is added up at a time, so that it stays in the innermost cache
@@ -241,7 +241,7 @@ def _merge(weights: Any, count: int, how: int, share: Any, out: Any) -> None:
 def _sort_values(value: Any, positions: Any, order: int, limit: int, out: Any) -> None:
     """What orders a row's unprotected tokens, lowest first. value, positions: of the row's tokens."""
     count = positions.shape[0]
-    by_value = order == VALUE
+    by_value = order in (VALUE, EXPIRED)
     if order == RANKED:
         finite = 0
         for i in range(count):
@@ -315,12 +315,27 @@ def _decayed(value: Any, norm: Any, positions: Any, now: int, grace: int, decay:
 
 
 @njit
-def _mark(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any, bits: Any) -> None:
-    """A bit of each slot: whether this query's attention was low."""
-    window, high, of_held, below = marks
+def _merge_to_compare(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any) -> Any:
+    """merged[i] = this query's attention to slot i; returns the bound below which it is low."""
     merged[:held] = np.float32(0)
     _merge(weights, held, merge, np.float32(1), merged)
-    bound = below / np.float32(held if of_held else now + 1)
+    return marks[3] / np.float32(held if marks[2] else now + 1)
+
+
+@njit
+def _stamp(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any, value: Any) -> None:
+    """Slots to which this query's attention was not low get its position."""
+    bound = _merge_to_compare(weights, held, now, merge, marks, merged)
+    for i in range(held):
+        if not merged[i] < bound:
+            value[i] = np.float32(now)
+
+
+@njit
+def _mark(weights: Any, held: int, now: int, merge: int, marks: Any, merged: Any, bits: Any) -> None:
+    """A bit of each slot: whether this query's attention was low."""
+    window, high = marks[0], marks[1]
+    bound = _merge_to_compare(weights, held, now, merge, marks, merged)
     place = now % window
     byte, bit = place >> 3, np.uint8(1 << (place & 7))
     for i in range(held):
@@ -353,6 +368,18 @@ def _unprotected(by: Any, positions: Any, now: int, recent: int, num_sink: int, 
 
 
 @njit
+def _tier(position: int, special: bool, now: int, window: int, recent: int, num_sink: int) -> int:
+    """What protects a token, or that it left the window."""
+    if window > 0 and position <= now - window:
+        return DEAD
+    if position < num_sink:
+        return SINK
+    if special:
+        return SPECIAL
+    return RECENT if position > now - recent else NORMAL
+
+
+@njit
 def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int, masked: Any) -> int:
     """Which of a row's tokens leaves: the lowest by tier of protection, then by `by`, then the oldest. masked: scratch."""
     if window == 0 and special.size == 0:
@@ -362,20 +389,26 @@ def _victim(by: Any, positions: Any, special: Any, now: int, window: int, recent
     best, best_tier, best_key, best_position = 0, SINK + 1, INFINITY, 0
     for i in range(positions.shape[0]):
         position = positions[i]
-        tier, key = NORMAL, by[i]
-        if window > 0 and position <= now - window:
-            tier, key = DEAD, np.float32(position)
-        elif position < num_sink:
-            tier, key = SINK, np.float32(-position)
-        elif special.size > 0 and special[i]:
-            tier, key = SPECIAL, np.float32(position)
-        elif position > now - recent:
-            tier, key = RECENT, np.float32(position)
+        tier = _tier(position, special.size > 0 and special[i], now, window, recent, num_sink)
+        key = by[i] if tier == NORMAL else np.float32(-position if tier == SINK else position)
         if tier > best_tier:
             continue
         if tier < best_tier or key < best_key or (key == best_key and position < best_position):
             best, best_tier, best_key, best_position = i, tier, key, position
     return best
+
+
+@njit
+def _expired(
+    value: Any, positions: Any, special: Any, now: int, window: int, recent: int, num_sink: int, span: int
+) -> int:  # fmt: skip
+    """How many of a row's tokens leave whatever it may hold: the lowest in the order of victims."""
+    count = 0
+    for i in range(positions.shape[0]):
+        tier = _tier(positions[i], special.size > 0 and special[i], now, window, recent, num_sink)
+        behind = not np.float32(now) - value[i] < np.float32(span)  # what is no number is
+        count += tier == DEAD or (tier == NORMAL and behind)
+    return count
 
 
 @njit
@@ -446,6 +479,25 @@ def _mean_value(value: Any, offsets: Any, first: int, rows: int, count: int, out
             out[i] += held[i] / np.float32(rows)
 
 
+@njit(inline="always")
+def _make_room(
+    bound: int, target: int, planes: Any, offsets: Any, lengths: Any, first: int, rows: int, now: int, window: int,
+    limits: Any, order: int, marks: Any, decay: Any, probes: Any, mean_of_plane: bool, shared: Any, by: Any,
+) -> None:  # fmt: skip
+    """Let tokens of a unit's rows leave that may not stay; if then more than `bound` are left, down to `target`."""
+    held = lengths[first]
+    if order == EXPIRED:
+        part = slice(offsets[first], offsets[first] + held)
+        value = planes[3][part] if shared.size == 0 else shared
+        held -= _expired(value, planes[2][part], planes[4][part], now, window, limits[1][first], limits[2], marks[0])
+    room = held if held <= bound else min(target, bound)
+    if room >= lengths[first]:
+        return
+    if mean_of_plane:
+        _mean_value(planes[3], offsets, first, rows, lengths[first], shared)
+    _drop_to(room, planes, offsets, lengths, first, rows, now, window, limits, order, marks[1], decay, probes, shared, by)
+
+
 # -------------------------------------------------------------------------------------------------------- the scan
 
 
@@ -466,7 +518,6 @@ def scan(
     heads = rows // sequences
     unit = heads if coupled else 1
     observe, order, merge = rule
-    high = marks[1]
     for u in range(first_unit, end_unit):
         keys, values, positions, value, special, source, norm, bits = planes
         window = numbers[2]
@@ -475,7 +526,7 @@ def scan(
         mixed = np.empty((group, out.shape[3]), np.float32)
         weights = np.empty((group, widest), np.float32)
         by = np.empty((2, widest), np.float32)
-        merged = np.empty(widest if observe == MARKS else 0, np.float32)
+        merged = np.empty(widest if observe in (MARKS, STAMPS) else 0, np.float32)
         probe = np.empty((probes.shape[1], probes.shape[3]), np.uint8)
         mean_of_plane = unit > 1 and value.size > 0 and observe != LAST
         shared = np.zeros(widest if observe == LAST or mean_of_plane else 0, np.float32)
@@ -488,12 +539,10 @@ def scan(
                 continue
             for p in range(probe.shape[0]):
                 probe[p] = probes[first, p, t]
-            if before and lengths[first] >= limit[first]:
-                if mean_of_plane:
-                    _mean_value(value, offsets, first, unit, lengths[first], shared)
-                room = min(target[first], limit[first] - 1)
-                _drop_to(
-                    room, planes, offsets, lengths, first, unit, now, window, limits, order, high, decay, probe, shared, by
+            if before:
+                _make_room(
+                    limit[first] - 1, target[first], planes, offsets, lengths, first, unit, now, window, limits, order, marks,
+                    decay, probe, mean_of_plane, shared, by,
                 )  # fmt: skip
             if observe == LAST:
                 shared[: lengths[first] + 1] = np.float32(0)
@@ -530,16 +579,16 @@ def scan(
                 out[row, :, t] = mixed
                 if observe == SUM:
                     _merge(weights, lengths[row], merge, np.float32(1), value[start:])
+                elif observe == STAMPS:
+                    _stamp(weights, lengths[row], now, merge, marks, merged, value[start:])
                 elif observe == MARKS:
                     _mark(weights, lengths[row], now, merge, marks, merged, bits[start:])
                 elif observe == LAST:
                     _merge(weights, lengths[row], merge, np.float32(1) / np.float32(unit), shared)
-            if not before and lengths[first] > limit[first]:
-                if mean_of_plane:
-                    _mean_value(value, offsets, first, unit, lengths[first], shared)
-                room = min(target[first], limit[first])
-                _drop_to(
-                    room, planes, offsets, lengths, first, unit, now, window, limits, order, high, decay, probe, shared, by
+            if not before:
+                _make_room(
+                    limit[first], target[first], planes, offsets, lengths, first, unit, now, window, limits, order, marks,
+                    decay, probe, mean_of_plane, shared, by,
                 )  # fmt: skip
 
 

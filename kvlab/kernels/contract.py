@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvlab.shapes import Keys, PerHead, QueryPositions, Scores, Values
 
-OBSERVE = ("nothing", "sum", "last", "marks")
-ORDER = ("age", "value", "ranked", "count", "distance", "decayed")
+OBSERVE = ("nothing", "sum", "last", "marks", "stamps")
+ORDER = ("age", "value", "ranked", "expired", "count", "distance", "decayed")
 GROUPS = ("mean", "sum", "max", "first")
 HAIR = 2.0**-10
 """By which part attention must be below a bound to count as below, so that equal attention isn't by rounding."""
@@ -22,11 +22,15 @@ HAIR = 2.0**-10
 
 @dataclass(frozen=True)
 class Marks:
-    """At which of the last `window` queries a token's attention, merged over its group, was low: a bit for each query, that
-    of position p at place p mod window, a byte's lowest bit first. Bits of queries from before the token came are 0.
+    """What becomes of low attention, merged over a group: what is below 1 / a number of tokens, by more than HAIR.
 
-    high  the bit says the opposite: that attention was not low
-    of    low is below 1 / this number: tokens `seen` by then, or tokens that the row `held`, the query's own included
+    `marks`: at which of the last `window` queries a token's attention was low: a bit for each query, that of position p at
+    place p mod window, a byte's lowest bit first. Bits of queries from before the token came are 0.
+    `stamps`: the token's value is the position of the last query whose attention was not low; it leaves, in the order
+    `expired`, when its value is `window` or more behind.
+
+    high  a bit says the opposite: that attention was not low
+    of    which number: tokens `seen` by then, or tokens that the row `held`, the query's own included
     """
 
     window: int
@@ -54,23 +58,26 @@ class ScanRule:
     """How per-step eviction may be replayed over known tokens.
 
     observe  what a step's attention, merged over a KV head's query heads, does to each held token's value:
-             `nothing`; `sum`: is added; `last`: replaces it, and isn't kept between calls; `marks`: sets a bit, see `Marks`
+             `nothing`; `sum`: is added; `last`: replaces it, and isn't kept between calls; `marks`: sets a bit, `stamps`: where
+             it isn't low the value becomes the query's position, see `Marks`
     order    which unprotected token leaves first: `age`: the oldest; `value`: the one with the lowest value;
              `ranked`: the lowest value while more than half of the limit is held by tokens whose value is finite, then the
-             oldest of the others; `count`: with most bits of low attention, or fewest of high; `distance`: whose bits differ
-             most from those of the arriving token's probes, added up over probes; `decayed`: lowest as in `Decay`
+             oldest of the others; `expired`: whatever the limit is, all whose value is `Marks.window` or more behind the newest
+             position, and all that left a sliding window; then the lowest value; `count`: with most bits of low attention, or
+             fewest of high; `distance`: whose bits differ most from those of the arriving token's probes, added up over probes;
+             `decayed`: lowest as in `Decay`
     plane    name of the per-token state that holds the value; None where nothing outlives a step
     bits     name of the per-token state that holds bits, bytes of uint8; norm: of the one that holds norms
     group    how query heads merge: mean, sum, max, first
-    marks, decay  details of `marks` and `count`, and of `decayed`
+    marks, decay  details of `marks`, `stamps`, `expired` and `count`, and of `decayed`
     coupled  all KV heads of a sequence hold the same tokens in the same slots and drop together, by the mean of their values;
              kvlab sets it from the policy's `coupling`
 
     Ties go to the newer token. A value that is no number counts as the lowest.
     """
 
-    observe: Literal["nothing", "sum", "last", "marks"] = "nothing"
-    order: Literal["age", "value", "ranked", "count", "distance", "decayed"] = "age"
+    observe: Literal["nothing", "sum", "last", "marks", "stamps"] = "nothing"
+    order: Literal["age", "value", "ranked", "expired", "count", "distance", "decayed"] = "age"
     plane: str | None = None
     _: KW_ONLY
     bits: str | None = None
@@ -84,22 +91,27 @@ class ScanRule:
         for name, known in (("observe", OBSERVE), ("order", ORDER), ("group", GROUPS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"ScanRule({name}={getattr(self, name)!r}): use one of {', '.join(known)}")
-        by_value = self.order in ("value", "ranked", "decayed")
-        if self.plane is None and (self.observe == "sum" or (by_value and self.observe != "last")):
+        by_value = self.order in ("value", "ranked", "expired", "decayed")
+        if self.plane is None and (self.observe in ("sum", "stamps") or (by_value and self.observe != "last")):
             raise ValueError(f"{self}: name the per-token state that holds the value, plane=...")
         by_bits = self.order in ("count", "distance")
         if self.bits is None and (self.observe == "marks" or by_bits):
             raise ValueError(f"{self}: name the per-token state that holds the bits, bits=...")
         for lacking, needed in (
-            ("marks", self.observe == "marks" or self.order == "count"),
+            ("marks", self.observe in ("marks", "stamps") or self.order in ("count", "expired")),
             ("decay", self.order == "decayed"),
         ):
             if needed and getattr(self, lacking) is None:
                 raise ValueError(f"{self}: {lacking}=... must say the details")
         if self.order == "decayed" and self.norm is None:
             raise ValueError(f"{self}: name the per-token state that holds the norms, norm=...")
-        if self.coupled and (by_bits or self.order == "decayed"):
+        if self.coupled and (by_bits or self.order in ("decayed", "expired")):
             raise ValueError(f"{self}: heads can't be coupled in this order")
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether how many tokens stay depends on their values, so that lengths after a scan must be read back."""
+        return self.order == "expired"
 
     @property
     def planes(self) -> tuple[str | None, str | None, str | None]:

@@ -31,6 +31,7 @@ from kvlab.kernels.gpu_tiles import (
     INTERPRETED,
     MAX,
     MEAN,
+    NONE,
     SETTLE,
     Bits,
     attend_tiles,
@@ -267,7 +268,7 @@ def decode_attend(
 def _bits(rule: ScanRule, words: Tensor | None, arrivals: Arrivals) -> Bits:
     marks, probes = rule.marks or Marks(1), 0 if arrivals.probes is None else arrivals.probes.shape[2]
     held, size = (1, 8) if words is None else (words.shape[-1], 8 * words.element_size())
-    return Bits(held, size, probes, marks.window, marks.high, marks.of == "held")
+    return Bits(held, size, probes, min(marks.window, NONE.value), marks.high, marks.of == "held")
 
 
 def evict_scan(

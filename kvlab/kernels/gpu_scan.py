@@ -16,6 +16,7 @@ from kvlab.kernels.gpu_tiles import (
     DECAYED,
     DISTANCE,
     ENTER,
+    EXPIRED,
     INFINITY,
     LAST,
     MARKS,
@@ -27,6 +28,7 @@ from kvlab.kernels.gpu_tiles import (
     SETTLE,
     SINK,
     SPECIAL,
+    STAMPS,
     SUM,
     VALUE,
     attend_tiles,
@@ -145,6 +147,40 @@ def _score(
 
 @triton.jit
 @no_type_check
+def _tier(planes, n, inside, position, now, recent, num_sink, WINDOW: tl.constexpr):
+    """What protects the tokens in slots n, at these positions, or that they left the window."""
+    tier = tl.where(position > now - recent, RECENT, NORMAL)
+    if planes[4] is not None:
+        special = tl.load(planes[4] + n, mask=inside, other=0) != 0
+        tier = tl.where(special, SPECIAL, tier)
+    tier = tl.where(position < num_sink, SINK, tier)
+    if WINDOW > 0:
+        tier = tl.where(position <= now - WINDOW, DEAD, tier)
+    return tier
+
+
+@triton.jit
+@no_type_check
+def _expired(
+    first, length, now, planes, offsets, last, recent, num_sink, OBSERVE: tl.constexpr, WINDOW: tl.constexpr,
+    BITS: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """How many of a row's tokens leave whatever it may hold: the lowest in the order of victims."""
+    start = tl.load(offsets + first)
+    count = tl.zeros((BS,), tl.int32)
+    for i in range(0, length, BS):
+        n = i + tl.arange(0, BS)
+        inside = n < length
+        position = tl.load(planes[2] + start + n, mask=inside, other=NONE).to(tl.int32)
+        tier = _tier(planes, start + n, inside, position, now, recent, num_sink, WINDOW)
+        held = _held_values(first, n, inside, planes[3], offsets, last, OBSERVE == LAST, 1)
+        stays = now.to(tl.float32) - held < BITS.ring  # what is no number doesn't
+        count += (inside & ((tier == DEAD) | ((tier == NORMAL) & (stays == 0)))).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+@no_type_check
 def _victim(
     first, length, now, planes, offsets, last, by, limit, recent, num_sink, OBSERVE: tl.constexpr, ORDER: tl.constexpr,
     UNIT: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr,
@@ -169,7 +205,6 @@ def _victim(
         inside = n < length
         position = tl.load(planes[2] + start + n, mask=inside, other=NONE).to(tl.int32)
         age = position.to(tl.float32)
-        tier = tl.full((BS,), NORMAL, tl.int32)
         key = age
         if ORDER >= COUNT:
             key = tl.load(by + n, mask=inside, other=INFINITY)
@@ -179,14 +214,7 @@ def _victim(
             if ORDER == RANKED:
                 ranked = tl.where(by_value, ranked, tl.where(_finite(held), INFINITY, age))
             key = ranked
-        kept = position > now - recent
-        tier = tl.where(kept, RECENT, tier)
-        if planes[4] is not None:
-            special = tl.load(planes[4] + start + n, mask=inside, other=0) != 0
-            tier = tl.where(special, SPECIAL, tier)
-        tier = tl.where(position < num_sink, SINK, tier)
-        if WINDOW > 0:
-            tier = tl.where(position <= now - WINDOW, DEAD, tier)
+        tier = _tier(planes, start + n, inside, position, now, recent, num_sink, WINDOW)
         key = tl.where(tier == NORMAL, key, tl.where(tier == SINK, -age, age))
         tier = tl.where(inside, tier, SINK + 1)
         older = (key < best_key) | ((key == best_key) & (position < best_position))
@@ -221,7 +249,10 @@ def _make_room(
     """
     limit, recent = tl.load(limits[0] + first), tl.load(limits[2] + first)
     bound = limit - 1 if BEFORE else limit
-    room = tl.where(length > bound, tl.minimum(tl.load(limits[1] + first), bound), NONE)
+    left = length
+    if ORDER == EXPIRED:
+        left -= _expired(first, length, now, planes, offsets, last, recent, num_sink, OBSERVE, WINDOW, BITS, BS)
+    room = tl.where(left > bound, tl.minimum(tl.load(limits[1] + first), bound), left)
     if ORDER >= COUNT:  # noqa: SIM102 - constants alone, so that code is left out while compiling
         if length > room:
             _score(
@@ -316,6 +347,10 @@ def _observe(
         if OBSERVE == SUM:
             held = tl.load(planes[3] + start + n, mask=inside, other=0.0)
             tl.store(planes[3] + start + n, held + merged, mask=inside)
+        elif OBSERVE == STAMPS:
+            low = merged < BELOW / (length if BITS.of_held else now + 1).to(tl.float32)
+            held = tl.load(planes[3] + start + n, mask=inside, other=0.0)
+            tl.store(planes[3] + start + n, tl.where(low, held, now.to(tl.float32)), mask=inside)
         elif OBSERVE == MARKS:
             place = now % BITS.ring
             word = planes[7] + (start + n) * BITS.words + place // BITS.size

@@ -12,8 +12,8 @@ import triton.language as tl
 from kvlab.kernels import contract
 
 # The order of contract.OBSERVE, contract.ORDER and contract.GROUPS; constexpr, as kernels may read no other globals.
-NOTHING, SUM, LAST, MARKS = (tl.constexpr(place) for place in range(4))
-AGE, VALUE, RANKED, COUNT, DISTANCE, DECAYED = (tl.constexpr(place) for place in range(6))
+NOTHING, SUM, LAST, MARKS, STAMPS = (tl.constexpr(place) for place in range(5))
+AGE, VALUE, RANKED, EXPIRED, COUNT, DISTANCE, DECAYED = (tl.constexpr(place) for place in range(7))
 MEAN, ADD, MAX, FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DEAD, NORMAL, RECENT, SPECIAL, SINK = (tl.constexpr(tier) for tier in range(5))
 NONE = tl.constexpr(2**30)  # beyond all slots and positions
@@ -24,7 +24,8 @@ MAX_SPLITS = 64
 
 
 class Bits(NamedTuple):
-    """A token's bits: `words` numbers of `size` bits; how many probes they are compared with; details of `Marks`."""
+    """A token's bits: `words` numbers of `size` bits; how many probes they are compared with; details of `Marks`, of which
+    `ring` is the window."""
 
     words: int
     size: int

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlab.kernels.contract import HAIR
 from kvlab.shapes import Attention, Keys, Outputs, PerHead, Positions, Queries, QueryPositions, Scores, Values
 
 CHUNK = 64
@@ -205,6 +206,19 @@ def merge_group(attention: Tensor, group: str) -> Tensor:
         return attention.amax(2)
     assert group == "first", group
     return attention[:, :, 0]
+
+
+def low_attention(
+    attention: Attention, query_positions: QueryPositions, positions: Positions, group: str, of: str
+) -> tuple[Tensor, Tensor]:
+    """Where attention, merged over a group, is low as `Marks` says, and which tokens were there to be looked at.
+
+    Both bool, (batch, kv_heads, slots, queries). of: 1 / tokens `seen` or `held` is the bound.
+    """
+    came = (positions[..., None] <= query_positions[:, None, None]) & (positions >= 0)[..., None]
+    number = came.sum(2, keepdim=True) if of == "held" else query_positions[:, None, None] + 1
+    bound = (1 - HAIR) / number.clamp(min=1).to(attention.dtype)
+    return merge_group(attention, group).transpose(-1, -2) < bound, came
 
 
 def _chunks(queries: Tensor, query_positions: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 from kvlab.policies import (
     adakv,
+    corm,
     fastgen,
     full,
     h2o,
@@ -21,6 +22,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "adakv",
+    "corm",
     "fastgen",
     "full",
     "h2o",

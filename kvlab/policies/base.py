@@ -23,13 +23,14 @@ from torch import Tensor
 from kvlab.hints import did_you_mean
 from kvlab.kernels.contract import ScanRule
 from kvlab.registry import Registry
+from kvlab.selection import assign_tiers
 from kvlab.settings import check
 from kvlab.shapes import Arrival, Kept, PerHead, Probes, Queries, Scores, Step, Tiers
 
 Group = Literal["mean", "max", "sum", "first"]
 
 
-DECIDING = ("score", "scan_rule", "when", "once", "remember")
+DECIDING = ("score", "scan_rule", "when", "once", "remember", "select")
 """What a class may declare that says how it decides."""
 NEEDS = frozenset({"mass", "attention", "looks", "token_ids"})
 SCORE = "score"
@@ -103,8 +104,10 @@ class Policy:
     def scan_rule(self) -> ScanRule | None:
         """The rule by which kernels may decide at decode steps instead of `score`; None: `score` is asked at each.
 
-        It must be what `score` says. Between turns a policy that decides at their ends has one anyway.
+        It must be what `score` (or `select`) says. Between turns a policy that decides at their ends has one anyway.
         """
+        if self.chooses:
+            return None
         if self.when == "prompt_end":
             return ScanRule(order="ranked", plane=RANK) if self.ranks_after_prompt else ScanRule()
         return ScanRule(order="value", plane=SCORE) if self.once else None
@@ -124,6 +127,15 @@ class Policy:
     def profile(self, step: Step) -> Mapping[str, Tensor]:
         """What is to be known of each head from the first prompt's end on, (batch, kv_heads, ...) by name."""
         return {}
+
+    def tiers(self, step: Step) -> Tiers:
+        """What settings protect, for a policy that chooses."""
+        special = None
+        if self.keep_special and step.token_ids is not None:
+            special = torch.isin(step.token_ids, step.vocab.special_ids(step.positions.device))
+        return assign_tiers(
+            step.positions, step.now, num_sink=self.num_sink, recent=step.recent, special=special, window=step.window
+        )
 
     def select(self, step: Step) -> Kept:
         """Which tokens stay, for a policy that says so itself instead of scoring; asked at turn ends and at each step."""
@@ -164,6 +176,11 @@ class Policy:
         return type(self).select is not Policy.select
 
     @property
+    def profiles(self) -> bool:
+        """Whether the policy wants to know something of each head once, from all of the first prompt."""
+        return type(self).profile is not Policy.profile
+
+    @property
     def remembers(self) -> bool:
         """Whether the policy keeps a state of its own up to date by what is attended to."""
         return type(self).remember is not Policy.remember
@@ -199,7 +216,7 @@ def rule_of(policy: Policy) -> ScanRule | None:
 
     A class that changes how it decides voids the rule that it inherits.
     """
-    if policy.rolling or policy.chooses:  # keys change their places at each step; no rule says what is chosen
+    if policy.rolling:  # keys change their places at each step
         return None
     if policy.remembers and policy.when == "prompt_end":  # no rule says what it would remember at steps
         return None
@@ -210,7 +227,7 @@ def rule_of(policy: Policy) -> ScanRule | None:
         changed = declared["when"] if policy.when == "prompt_end" else min(declared["once"], declared["score"])
         rule = policy.scan_rule() if own <= changed else Policy.scan_rule(policy)
     else:
-        changed = min(declared["score"], declared["remember"])
+        changed = min(declared["score"], declared["remember"], declared["select"])
         rule = policy.scan_rule() if own <= changed or own == classes.index(Policy) else None
     return None if rule is None else replace(rule, coupled=policy.coupling == "layer")
 

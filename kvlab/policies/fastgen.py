@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab.budget import exact_share
 from kvlab.policies.base import Group, Policy, PolicyError, TokenState, register
-from kvlab.selection import DEAD, EMPTY, RECENT, assign_tiers, select
+from kvlab.selection import DEAD, EMPTY, RECENT, select
 from kvlab.shapes import Kept, Positions, Scores, Step
 from kvlab.vocab import PUNCTUATION, SPECIAL
 
@@ -124,12 +124,7 @@ class FastGen(Policy):
         masks = {**self._columns(step), "local": local, "full": torch.ones_like(local)}
         for mask, has in zip(masks.values(), _membership(self.members, tuple(masks), member.device), strict=True):
             kept |= has[member][..., None] & mask
-        special = None
-        if self.keep_special and step.token_ids is not None:
-            special = torch.isin(step.token_ids, step.vocab.special_ids(step.positions.device))
-        tiers = assign_tiers(
-            step.positions, step.now, num_sink=self.num_sink, recent=step.recent, special=special, window=step.window
-        )
+        tiers = self.tiers(step)
         kept = (kept | (tiers >= RECENT)) & (tiers >= 0) & (tiers != DEAD) & (step.positions >= 0)
         return self._capped(step, kept, tiers)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvlab.budget import apportion, exact_share
-from kvlab.kernels.contract import HAIR, Marks, ScanRule
-from kvlab.kernels.reference import merge_group
+from kvlab.kernels.contract import Marks, ScanRule
+from kvlab.kernels.reference import low_attention
 from kvlab.policies.base import Group, Policy, PolicyError, TokenState, register
 from kvlab.shapes import Scores, Step
 
@@ -92,11 +92,7 @@ class Scissorhands(Policy):
         places = marks.shape[-1] - 1  # the last one takes what queries that don't exist would write
         assert step.looks is not None
         for attention, where in step.looks():
-            came = step.positions[..., None] <= where[:, None, None]  # (batch, kv_heads, slots, queries)
-            came &= (step.positions >= 0)[..., None]
-            held = came.sum(2, keepdim=True) if self.threshold == "held" else where[:, None, None] + 1
-            bound = (1 - HAIR) / held.clamp(min=1).to(attention.dtype)
-            low = merge_group(attention, self.group).transpose(-1, -2) < bound
+            low, came = low_attention(attention, where, step.positions, self.group, self.threshold)
             place = torch.where(where >= 0, where % self.obs_window, places)[:, None, None].expand_as(came)
             marks.scatter_(-1, place, ((low != (self.count == "high")) & came).to(torch.uint8))
         return {"marks": _packed(marks)}
