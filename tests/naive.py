@@ -72,7 +72,7 @@ POLICY_SETTINGS: dict[str, dict] = {
         "members": ("special", "special+punct", "special+punct+frequent", "special+punct+frequent+local", "full"),
         "group": "mean",
     },
-    "corm": {"window": 256, "recent_window": 256, "count": "seen", "group": "max"},
+    "corm": {"obs_window": 256, "recent_window": 256, "threshold": "seen", "group": "max"},
 }
 SNAP_FAMILY = ("snapkv", "pyramidkv", "adakv")
 

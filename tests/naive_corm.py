@@ -14,7 +14,7 @@ def note_important(case: naive.Case, state: naive.State, t: int, weights: list[n
     """Add the row of the query at `t` to each KV head's matrix."""
     for kv_head in range(case.num_kv_heads):
         held = [i for i in state.held[kv_head] if i <= t]  # without the prompt's tokens that come later
-        share = 1 / {"seen": t + 1, "held": len(held)}[case.settings["count"]]
+        share = 1 / {"seen": t + 1, "held": len(held)}[case.settings["threshold"]]
         row = {}
         for i in held:
             # short of its share by no more than a thousandth, or so: equal attention is enough, whatever rounding makes of it
@@ -25,8 +25,8 @@ def note_important(case: naive.Case, state: naive.State, t: int, weights: list[n
 
 def expired(case: naive.Case, matrix: list[dict[int, bool]], token: int) -> bool:
     """Have w queries looked at the token, the last w of all, and none found it important?"""
-    looks = [row[token] for row in matrix[-case.settings["window"] :] if token in row]
-    return len(looks) == case.settings["window"] and not any(looks)
+    looks = [row[token] for row in matrix[-case.settings["obs_window"] :] if token in row]
+    return len(looks) == case.settings["obs_window"] and not any(looks)
 
 
 def last_important(matrix: list[dict[int, bool]], token: int) -> int:

@@ -32,7 +32,7 @@ def read(model, name, stream, **settings):
 def test_a_window_that_is_never_reached_is_the_full_cache(family, model, stream):
     expected, full = read(model, "full", stream)
     for window in (100, 2**40):
-        logits, cache = read(model, "corm", stream, window=window, recent_window=0)
+        logits, cache = read(model, "corm", stream, obs_window=window, recent_window=0)
         assert (logits - expected).abs().max() < 1e-4
         for row in range(2):
             held = [[head[-layer.rule.window :] if layer.rule.window else head for head in heads]
@@ -45,7 +45,7 @@ def test_less_is_held_with_a_shorter_window(family, model, stream):
     """All heads by themselves; the storages hold no more than that and some room to grow."""
     kept = []
     for window in (100, 12, 3):
-        _, cache = read(model, "corm", stream, window=window, recent_window=3)
+        _, cache = read(model, "corm", stream, obs_window=window, recent_window=3)
         memory = cache.memory()
         assert (memory.kv_bytes, memory.state_bytes) == kv_and_state(cache)
         for layer in cache.layers:
@@ -60,7 +60,7 @@ def test_less_is_held_with_a_shorter_window(family, model, stream):
 def test_a_budget_is_a_cap_on_each_head(stream):
     model = shared_model("llama")
     for tokens in (5, 20):
-        with attach(model, make_policy("corm", window=9, recent_window=2), Budget(tokens=tokens)) as session:
+        with attach(model, make_policy("corm", obs_window=9, recent_window=2), Budget(tokens=tokens)) as session:
             cache = session.new_cache()
             feed, (text,) = Feed(model, cache), rows_of(60)
             if stream:
@@ -76,8 +76,8 @@ def test_a_budget_is_a_cap_on_each_head(stream):
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_windows_that_can_not_be(window):
-    with pytest.raises(PolicyError, match=f"policy.window={window}: .*(use 1 or more|whole number)"):
-        make_policy("corm", window=window)
+    with pytest.raises(PolicyError, match=f"policy.obs_window={window}: .*(use 1 or more|whole number)"):
+        make_policy("corm", obs_window=window)
 
 
 def test_a_budget_smaller_than_what_it_protects_is_refused():

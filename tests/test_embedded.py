@@ -19,7 +19,7 @@ pytestmark = [
 BUDGET = 64
 LENGTHS = (100, 170, 130)
 STEPS = 24
-SMALL = {"corm": {"window": 24, "recent_window": 12}}  # by default it protects more than the budget
+SMALL = {"corm": {"obs_window": 24, "recent_window": 12}}  # by default it protects more than the budget
 
 
 @pytest.fixture(scope="module")

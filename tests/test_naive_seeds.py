@@ -493,17 +493,17 @@ def test_fastgen_refuses_streams_before_a_prompt(segments):
     ("segments", "settings", "kept"),
     [
         # Keys that are important at a query: 0, 0, 0 2, 1.
-        ("p4", {"window": 1}, [1]),
-        ("p4", {"window": 2}, [0, 1, 2, 3]),  # two queries haven't looked at 3 yet
-        ("p4", {"window": 1, "recent_window": 2}, [1, 2, 3]),
-        ("p4", {"window": 1, "num_sink": 1}, [0, 1]),
-        ("p4", {"window": 5}, [0, 1, 2, 3]),
-        ("p3", {"window": 2}, [0, 2]),
-        ("s4", {"window": 2}, [0, 2, 3]),  # 1 leaves before the query comes that would look at it
-        ("s4", {"window": 1}, [0, 2, 3]),  # 1 leaves at once; without it the others get 1/4, 1/4, 1/2 of the last query
-        ("s4", {"window": 1, "count": "held"}, [3]),  # 5/9, 4/9 of the third query, then 1/3, 2/3 of the last
-        ("p3 s1", {"window": 1}, [0, 2, 3]),
-        ("p2 p2", {"window": 1}, [0, 2, 3]),
+        ("p4", {"obs_window": 1}, [1]),
+        ("p4", {"obs_window": 2}, [0, 1, 2, 3]),  # two queries haven't looked at 3 yet
+        ("p4", {"obs_window": 1, "recent_window": 2}, [1, 2, 3]),
+        ("p4", {"obs_window": 1, "num_sink": 1}, [0, 1]),
+        ("p4", {"obs_window": 5}, [0, 1, 2, 3]),
+        ("p3", {"obs_window": 2}, [0, 2]),
+        ("s4", {"obs_window": 2}, [0, 2, 3]),  # 1 leaves before the query comes that would look at it
+        ("s4", {"obs_window": 1}, [0, 2, 3]),  # 1 leaves at once; without it the others get 1/4, 1/4, 1/2 of the last query
+        ("s4", {"obs_window": 1, "threshold": "held"}, [3]),  # 5/9, 4/9 of the third query, then 1/3, 2/3 of the last
+        ("p3 s1", {"obs_window": 1}, [0, 2, 3]),
+        ("p2 p2", {"obs_window": 1}, [0, 2, 3]),
     ],
 )
 def test_corm(segments, settings, kept):
@@ -518,7 +518,7 @@ def test_corm_over_a_group(group, kept):
     q, k = attending([[1], [1, 0]], [[1], [0.1, 0.9]])
     if group == "sum":
         q, k = attending([[1], [0.7, 0.3]], [[1], [0.7, 0.3]])
-    assert last(replay(q, k, "p2", "corm", {"window": 1, "recent_window": 0, "group": group})) == kept
+    assert last(replay(q, k, "p2", "corm", {"obs_window": 1, "recent_window": 0, "group": group})) == kept
 
 
 @pytest.mark.parametrize(("budget", "settings", "kept"), [
@@ -527,8 +527,8 @@ def test_corm_over_a_group(group, kept):
     (1, {}, [1]),
     (2, {"num_sink": 1}, [0, 1]),
     (2, {"recent_window": 1}, [1, 3]),
-    (2, {"window": 1}, [1]),
+    (2, {"obs_window": 1}, [1]),
 ])  # fmt: skip
 def test_corm_caps(budget, settings, kept):
     q, k = attending(LOWS)
-    assert last(replay(q, k, "p4", "corm", {"recent_window": 0, "window": 400, **settings}, budget)) == kept
+    assert last(replay(q, k, "p4", "corm", {"recent_window": 0, "obs_window": 400, **settings}, budget)) == kept

@@ -62,7 +62,7 @@ SMALL = {
     "scissorhands": {"obs_window": 6, "recent_window": 2},
     "hashevict": {"num_sink": 1, "recent_window": 2},
     "fastgen": {"threshold": 0.7},
-    "corm": {"window": 4, "recent_window": 2},
+    "corm": {"obs_window": 4, "recent_window": 2},
 }
 
 
@@ -569,7 +569,7 @@ def test_multi_token_steps_after_a_prompt(policy, after_prompt):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_budget_keeps_everything(policy):
-    case = make_case(policy, TURNS, settings={"fastgen": {"members": ("full",)}, "corm": {"window": 1000}}.get(policy))
+    case = make_case(policy, TURNS, settings={"fastgen": {"members": ("full",)}, "corm": {"obs_window": 1000}}.get(policy))
     driver = check(case)
     assert driver.kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
 
@@ -908,9 +908,9 @@ SEEDS = {
         "keep_special": (True,),
     },
     "corm": {
-        "window": (1, 2, 9, 17, 400),
+        "obs_window": (1, 2, 9, 17, 400),
         "recent_window": (0, 1, 8),
-        "count": ("held",),
+        "threshold": ("held",),
         "group": ("mean", "sum", "first"),
         "num_sink": (2,),
         "keep_special": (True,),
@@ -938,7 +938,7 @@ REAL = {
     "hashevict": [{}, {"probe": "key", "bits": 32}, {"prompt": "recent"}],
     "hyde": [{}, {"action": "evict"}, {"action": "fade"}],
     "fastgen": [{}, {"threshold": 0.8}, {"recovery": "l1"}],
-    "corm": [{"window": 24}, {"window": 40, "count": "held", "group": "mean"}],
+    "corm": [{"obs_window": 24}, {"obs_window": 40, "threshold": "held", "group": "mean"}],
 }
 
 
@@ -1179,7 +1179,7 @@ def test_ties_between_heads(inputs, alpha):
 def test_even_attention_expires_nothing(group, dtype):
     """All tokens get 1 / their number exactly, but for rounding."""
     for count, size in (("seen", 1), ("held", 3), ("seen", 8)):
-        settings = {"window": 1, "recent_window": 0, "count": count, "group": group}
+        settings = {"obs_window": 1, "recent_window": 0, "threshold": count, "group": group}
         for script in ((*prompt(41), *steps(12)), (*stream(33), *prompt(9), *steps(3))):
             case = make_case("corm", script, settings=settings, inputs="zero_queries", group=size)
             assert check(case, dtype).kept()[0] == [list(range(case.lengths[0]))] * case.kv_heads
@@ -1190,7 +1190,7 @@ def test_what_all_queries_look_at_never_expires(dtype):
     """The first token gets all attention; the others leave when four queries have passed over them."""
     for script in ((*prompt(33), *steps(12)), (*stream(30), *steps(2)), (*prompt(3), *steps(3), *prompt(20))):
         for recent in (0, 6):
-            settings = {"window": 4, "recent_window": recent}
+            settings = {"obs_window": 4, "recent_window": recent}
             driver = check(make_case("corm", script, settings=settings, inputs="one_focus"), dtype)
             length = sum(driver.case.lengths)
             assert driver.kept()[0] == [[0, *range(length - max(3, recent), length)]] * 2

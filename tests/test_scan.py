@@ -34,7 +34,7 @@ SMALL = {
     "hashevict": {"num_sink": 1, "recent_window": 2},
     "hyde": {"action": "fade+evict"},
     "fastgen": {"threshold": 0.8, "members": FASTGEN_MEMBERS},
-    "corm": {"window": 7, "recent_window": 2},
+    "corm": {"obs_window": 7, "recent_window": 2},
 }
 
 
@@ -129,8 +129,8 @@ VARIANTS = {
     "only evict": ("hyde", {"action": "evict", "power": 0.5, "norm_weight": 1.0}),
     "sinks don't fade": ("hyde", {"num_sink": 2, "recent_window": 3, "decay": 0.8, "min_decay": 0.01}),
     "special hyde": ("hyde", {"keep_special": True, "group": "sum"}),
-    "held corm": ("corm", {"count": "held", "group": "mean", "num_sink": 1}),
-    "special corm": ("corm", {"keep_special": True, "window": 3}),
+    "held corm": ("corm", {"threshold": "held", "group": "mean", "num_sink": 1}),
+    "special corm": ("corm", {"keep_special": True, "obs_window": 3}),
     "l1 fastgen": ("fastgen", {"recovery": "l1", "threshold": 0.5}),
 }
 

@@ -24,9 +24,9 @@ LAST = "last"
 class CORM(Policy):
     """Drop what none of the last queries gave its share of attention; how much stays depends on the text.
 
-    window         w: how many queries in a row must find a token unimportant
+    obs_window     w: how many queries in a row must find a token unimportant
     recent_window  r: the last tokens, which stay (the paper's "256+256" is w + r)
-    count          a token is important to a query that gives it 1 / t or more, t being the tokens `seen` or those `held`
+    threshold      a token is important to a query that gives it 1 / t or more, t being the tokens `seen` or those `held`
                    by then, the query's own included
     group          how a KV head's query heads merge, per query: with `max` one head that finds a token important is enough
 
@@ -35,9 +35,9 @@ class CORM(Policy):
     for longest.
     """
 
-    window: int = 256
+    obs_window: int = 256
     recent_window: int = 256
-    count: Literal["seen", "held"] = "seen"
+    threshold: Literal["seen", "held"] = "seen"
     group: Group = "max"
 
     needs: ClassVar[frozenset[str]] = frozenset({"looks"})
@@ -47,17 +47,12 @@ class CORM(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise PolicyError(f"policy.window={self.window}: at least one query must be looked at; use 1 or more")
-
-    @property
-    def voting(self) -> int | None:
-        """Earlier queries of a turn can't matter at its end."""
-        return self.window
+        if self.obs_window < 1:
+            raise PolicyError(f"policy.obs_window={self.obs_window}: at least one query must be looked at; use 1 or more")
 
     def scan_rule(self) -> ScanRule:
         """Positions are stamped on tokens, and expire."""
-        marks = Marks(self.window, of=self.count)
+        marks = Marks(self.obs_window, of=self.threshold)
         return ScanRule(observe="stamps", order="expired", plane=LAST, marks=marks, group=self.group)
 
     def arrive(self, arrival: Arrival) -> dict[str, Tensor]:
@@ -69,7 +64,7 @@ class CORM(Policy):
         last = step.state[LAST]
         assert step.looks is not None
         for attention, where in step.looks():
-            low, came = low_attention(attention, where, step.positions, self.group, self.count)
+            low, came = low_attention(attention, where, step.positions, self.group, self.threshold)
             stamps = torch.where(came & ~low, where[:, None, None], -1)  # (batch, kv_heads, slots, queries)
             last = torch.maximum(last, stamps.amax(-1).to(last.dtype))
         return {LAST: last}
@@ -77,7 +72,7 @@ class CORM(Policy):
     def select(self, step: Step) -> Kept:
         """All but what has expired; at most the budget of them, protected ones first, then by their stamp."""
         tiers, last = self.tiers(step), step.state[LAST]
-        expired = (step.now[:, None, None] - last >= self.window) & (tiers == NORMAL)
+        expired = (step.now[:, None, None] - last >= self.obs_window) & (tiers == NORMAL)
         kept = (tiers > DEAD) & ~expired
         if bool((kept.sum(-1) <= step.budget).all()):
             return kept

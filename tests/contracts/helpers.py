@@ -34,7 +34,7 @@ EXACT = {
     "scissorhands": {"drop_share": 0.0},  # one token at each step
     "hyde": {"action": "evict"},  # fading changes attention
     "fastgen": {"members": ("full",)},  # a budget is a cap on what a profile asks for
-    "corm": {"window": 10_000, "recent_window": 0},  # and on what attention asks for
+    "corm": {"obs_window": 10_000, "recent_window": 0},  # and on what attention asks for
 }
 """Settings under which a policy holds its budget exactly and attends as the model does; others have tests of their own."""
 
