@@ -98,23 +98,23 @@ FAULTS = {
         ["tests/test_parity.py"],
     ),
     "a new token inherits its victim's mass": (
-        "cache/store.py",
+        "rows.py",
         "plane[slots] = 0",
         "pass",
         ["tests/test_parity.py", "tests/test_store.py"],
     ),
     # memory
     "evicted memory is kept alive": (
-        "cache/store.py",
-        "        SlotStore.__init__(self, planes, capacity, lengths)",
-        "        self.graveyard = [*getattr(self, 'graveyard', []), source, planes, plane]\n"
-        "        SlotStore.__init__(self, planes, capacity, lengths)",
+        "rows.py",
+        "            planes[name][target] = plane[source]\n",
+        "            planes[name][target] = plane[source]\n"
+        "            self.graveyard = [*getattr(self, 'graveyard', []), source, planes, plane]\n",
         ["tests/contracts/test_budget.py"],
     ),
     "bytes are computed and not measured": (
-        "cache/store.py",
-        "return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()",
-        "return int(self.lengths.sum()) * 4 * (self.keys.shape[-1] + self.values.shape[-1])",
+        "rows.py",
+        "return self.planes[name].untyped_storage().nbytes()",
+        "return int(self.lengths.sum()) * self.planes[name][:1].nbytes",
         ["tests/contracts/test_budget.py", "tests/test_store.py"],
     ),
     "one token more than the budget is held": (
