@@ -168,9 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_own(listing)
 
     bench = add("bench", _bench, "measure what caches and kernels cost and save, against transformers' own", BENCH_EXAMPLES)
-    bench.add_argument(
-        "what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, choices, codecs, memory"
-    )
+    bench.add_argument("what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, choices, codecs, memory")
     _add_model(bench)
     bench.add_argument("--lengths", type=_lengths, default=(2048, 4096), help="prompt lengths (default: 2048,4096)")
     bench.add_argument("--batch", type=_positive, default=8, help="sequences that are decoded together (default: 8)")

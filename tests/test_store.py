@@ -77,7 +77,7 @@ def check(store, expected):
     assert view.values.shape == (*lengths.shape, width, value_dim)
     assert view.keys.dtype == view.values.dtype == dtype
     assert {name: tensor.dtype for name, tensor in view.state.items()} == {"mass": MASS, "token_ids": TOKEN, "marks": MARKS}
-    assert width == (lengths.max() if uniform else capacity.max())
+    assert width == lengths.max()
     rows, held = contents(view)
     assert rows == expected.rows
     assert held == lengths.sum()  # no position twice
