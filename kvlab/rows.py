@@ -26,7 +26,12 @@ FILL = {"positions": -1}
 
 
 class RowPlanes:
-    """Planes (total_slots, ...) by name. capacity, lengths: slots of each row and those in use, (batch, kv_heads)."""
+    """Planes (total_slots, ...) by name. capacity, lengths: slots of each row and those in use, (batch, kv_heads).
+
+    growth  slots, at least, by which rows grow: fewer where a slot holds several tokens
+    """
+
+    growth = GROWTH
 
     def __init__(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts) -> None:
         self._begin(planes, capacity, lengths)
@@ -163,12 +168,16 @@ class RowPlanes:
             plane[target] = incoming[name].to(plane.dtype)
         self._set_lengths(lengths)
 
-    def take_front(self, counts: Counts) -> dict[str, Tensor]:
-        """Remove the first `counts` slots of each row, and return what stood there, (counts.sum(), ...) row by row."""
+    def take_front(self, counts: Counts, *, more_to_come: bool) -> dict[str, Tensor]:
+        """Remove the first `counts` slots of each row, and return what stood there, (counts.sum(), ...) row by row.
+
+        No free slot remains, unless `more_to_come` asks for some.
+        """
         source = self._slots(self._offsets, counts)
         taken = {name: plane[source] for name, plane in self.planes.items()}
         left = self.lengths - counts
-        capacity = np.minimum(self.capacity, np.where(left > 0, left + self._growth(left), 0))
+        roomy = np.where(left > 0, left + self._growth(left), 0) if more_to_come else left
+        capacity = np.minimum(self.capacity, roomy)
         self._rebuild(capacity, left, self._slots(self._offsets + counts, left))
         return taken
 
@@ -243,7 +252,9 @@ class RowPlanes:
     def copy(self) -> Self:
         """An independent copy of everything held."""
         planes = {name: plane.clone() for name, plane in self.planes.items()}
-        return type(self)(planes, self.capacity.copy(), self.lengths.copy())
+        other = type(self)(planes, self.capacity.copy(), self.lengths.copy())
+        other.growth = self.growth
+        return other
 
     # ------------------------------------------------------------------------------------------------ moving
 
@@ -275,9 +286,8 @@ class RowPlanes:
         elif self._device_lengths is not None:
             self._device_lengths += change if isinstance(change, int) else change.to(self._device_lengths.device)
 
-    @staticmethod
-    def _growth(slots: Counts) -> Counts:
-        return np.maximum(GROWTH, slots // 32)
+    def _growth(self, slots: Counts) -> Counts:
+        return np.maximum(self.growth, slots // 32)
 
     @classmethod
     def _roomy(cls, lengths: Counts, limit: Counts | None) -> Counts:

@@ -81,6 +81,12 @@ class EncodedStore(TokenRows):
         """Bytes of copies on the CPU."""
         return sum(side.offload_bytes for side in self.sides)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of bookkeeping held on the device: positions, per-token state, slot indices of all parts."""
+        indices = [tensor for side in self.sides for tensor in side.indices]
+        return super().state_bytes + sum(tensor.untyped_storage().nbytes() for tensor in indices)
+
     def view(self) -> View:
         """Dense view, in which keys and values are decoded when they are asked for."""
         dense, full, index = self._view()

@@ -249,6 +249,7 @@ class KVLayer(DecidingLayer):
             looks = None if attention is None else partial(iter, [(attention, call.positions)])
             self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
         if isinstance(store, EncodedStore):
+            self.cache.note_bytes(self.layer_idx, store.kv_bytes)  # the most there is: encoding only makes it less
             self._encode(call.positions, attention)
         if not first_room:
             self._decide_step(queries, call, view, attention, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlab.codecs.side import Place, Side
 from kvlab.kernels.dispatch import Kernels
 from kvlab.kernels.packed import BLOCK, Packed, dequantise, pack, packed_bytes
-from kvlab.rows import Counts, RowPlanes
+from kvlab.rows import GROWTH, Counts, RowPlanes
 from kvlab.shapes import Attention, Kept, Outputs, PerHead, Queries
 
 Axis = Literal["token", "channel"]
@@ -47,7 +47,8 @@ def affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     exact = groups.to(torch.promote_types(groups.dtype, torch.float32))
     zero = half_below(exact.amin(-1, keepdim=True))
     low, top = zero.to(exact.dtype), 2**bits - 1
-    scale = half_above((exact.amax(-1, keepdim=True) - low) / top)
+    # By a tensor: devices multiply by the rounded inverse of a number, which is not the quotient.
+    scale = half_above((exact.amax(-1, keepdim=True) - low) / exact.new_full((), top))
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = ((exact - low) / scale.to(exact.dtype)).round().clamp(0, top)
     return codes.to(torch.int32), scale, zero
@@ -123,6 +124,7 @@ class GroupedSide(Side):
         scale = (torch.float16, (grouping.groups,))
         kinds = {"code": (torch.uint8, (size,)), "scale": scale, "zero": scale}
         self.units = RowPlanes.none(tuple(like.shape[:2]), kinds, like.device)
+        self.units.growth = max(1, GROWTH // grouping.unit)
 
     @property
     def encoded(self) -> Counts:
@@ -159,9 +161,10 @@ class GroupedSide(Side):
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Some units of each row at a time."""
         packed, unit = self.packed, self.grouping.unit
+        exact = torch.promote_types(self.dtype, torch.float32)
         size = max(1, BLOCK // unit)
         for first in range(0, packed.widest, size):
-            block = dequantise(packed, first, min(first + size, packed.widest))
+            block = dequantise(packed, first, min(first + size, packed.widest), exact)
             yield first * unit, block.unflatten(0, self.units.lengths.shape)
 
     def dots_encoded(self, queries: Queries, place: Place | None) -> Attention:
@@ -182,6 +185,11 @@ class GroupedSide(Side):
     def row_bytes(self) -> np.ndarray:
         """Of each sequence."""
         return self.units.capacity.sum(1) * self.units.slot_bytes
+
+    @property
+    def indices(self) -> list[Tensor]:
+        """Of both parts."""
+        return [*super().indices, *self.units.indices]
 
     def select_encoded(self, sequences: Tensor) -> None:
         """Units of these sequences."""

@@ -48,9 +48,9 @@ class Side(ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """The encoded tokens decoded, a block at a time: number of its first token, and (batch, kv_heads, n, dim) in float32.
+        """The encoded tokens decoded, a block at a time: number of its first token, and (batch, kv_heads, n, dim).
 
-        Rows that have fewer tokens end in anything.
+        In float32, float64 for float64. Rows that have fewer tokens end in anything.
         """
 
     @abstractmethod
@@ -60,6 +60,11 @@ class Side(ABC):
     @abstractmethod
     def row_bytes(self) -> np.ndarray:
         """Bytes of the encoded part of each sequence, (batch,)."""
+
+    @property
+    def indices(self) -> list[Tensor]:
+        """Bookkeeping on the device; a subclass adds that of its encoded part."""
+        return self.recent.indices
 
     @abstractmethod
     def select_encoded(self, sequences: Tensor) -> None:
@@ -103,7 +108,7 @@ class Side(ABC):
         """Encode what is due. limit: slots that rows of encoded tokens may have where each is encoded alone."""
         due = self.due(self.recent.lengths, turn_end)
         if due.any():
-            taken = self.recent.take_front(due)
+            taken = self.recent.take_front(due, more_to_come=not turn_end)
             self.encode(taken["x"], due, limit)
         if turn_end:
             self.recent.trim()
@@ -177,10 +182,8 @@ class Side(ABC):
         """Sum of all tokens by these weights, (batch, kv_heads, group, queries, dim)."""
         recent = self.recent.dense("x").to(weights.dtype)
         encoded = self.encoded
-        if not encoded.any():
-            return weights[..., : recent.shape[2]] @ recent[:, :, None]
-        total = self.mix_encoded(weights)
-        if not recent.shape[2]:
+        total = self.mix_encoded(weights) if encoded.any() else None
+        if total is not None and not recent.shape[2]:
             return total
         if (encoded == encoded.flat[0]).all():
             start = int(encoded.flat[0])
@@ -192,7 +195,8 @@ class Side(ABC):
             used = self._columns(recent.shape[2]) < torch.from_numpy(self.recent.lengths).to(weights.device)[..., None]
             tail = torch.where(used[:, :, None, None], tail, 0)
             recent = torch.where(used[..., None], recent, 0)
-        return total + tail @ recent[:, :, None]
+        mixed = tail @ recent[:, :, None]
+        return mixed if total is None else total + mixed
 
     def dots_encoded(self, queries: Queries, place: Place | None) -> Attention:
         """Dot products with the encoded tokens, a block at a time."""
