@@ -5,6 +5,7 @@ What the factors are is in `factors.py`. A block's T_S is kept in float16, T_L a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.budget import LayerGeometry
 from kvlab.codecs.base import Codec, CodecError, register_codec
 from kvlab.codecs.factors import balanced, encode_block, gram
 from kvlab.codecs.side import Place, Side
@@ -234,26 +236,35 @@ class DecoQuant(Codec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in BITS:
-            raise CodecError(f"codec.{self.name}.bits={self.bits}: use {BITS[0]} to {BITS[-1]}")
+            raise CodecError(f"codec {self.name}: bits={self.bits}: use {BITS[0]} to {BITS[-1]}")
         for name in ("channels", "block"):
             if not getattr(self, name):
-                raise CodecError(f"codec.{self.name}.{name}=0: use at least 1")
+                raise CodecError(f"codec {self.name}: {name}=0: use at least 1")
 
     def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[DecoSide, DecoSide]:
-        """Both alike."""
-        widths = [like.shape[1] * like.shape[3] for like in (keys, values)]
-        common = math.gcd(*widths)
+        """Both alike. Raises CodecError if `channels` does not divide what heads have together."""
+        self._check_widths(*(like.shape[1] * like.shape[3] for like in (keys, values)))
+        return DecoSide(keys, self), DecoSide(values, self)
+
+    def _check_widths(self, keys: int, values: int) -> None:
+        common = math.gcd(keys, values)
         if common % self.channels:
             fits = max(j for j in range(1, min(self.channels, common) + 1) if common % j == 0)
             raise CodecError(
-                f"codec.{self.name}.channels={self.channels}: a token of a layer has {widths[0]} numbers in its keys "
-                f"and {widths[1]} in its values, over all heads, and {self.channels} must divide both: use {fits}"
+                f"codec {self.name}: channels={self.channels}: a layer's heads together have {keys} numbers in a token's key "
+                f"and {values} in its value, and {self.channels} does not divide both: use channels={fits}"
             )
-        return DecoSide(keys, self), DecoSide(values, self)
 
     def bits_of(self, side: str, dim: int, itemsize: int) -> float:
-        """Of an encoded token in a full block, as if the layer had one KV head: with more heads a step is shared by more."""
+        """Of a token in a full block of a layer whose heads have `dim` numbers together; too many for one head's `dim`."""
         return self.bits + 16 / dim + 16 * self.channels**2 / (self.block * dim)
+
+    def fitted(self, layer: LayerGeometry) -> LayerGeometry:
+        """With steps and T_S shared by all heads. Raises CodecError if `channels` does not divide what they have together."""
+        widths = layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim
+        self._check_widths(*widths)
+        keys, values = (self.bits_of("", width, 0) / 8 for width in widths)
+        return dataclasses.replace(layer, key_itemsize=keys, value_itemsize=values)
 
     @property
     def pre_rope(self) -> bool:
