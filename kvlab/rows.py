@@ -289,10 +289,9 @@ class RowPlanes:
     def _growth(self, slots: Counts) -> Counts:
         return np.maximum(self.growth, slots // 32)
 
-    @classmethod
-    def _roomy(cls, lengths: Counts, limit: Counts | None) -> Counts:
+    def _roomy(self, lengths: Counts, limit: Counts | None) -> Counts:
         """Slots of rows that hold so many: some free ones, at most `limit` in all."""
-        roomy = lengths + cls._growth(lengths)
+        roomy = lengths + self._growth(lengths)
         return roomy if limit is None else np.minimum(roomy, np.maximum(limit, lengths))
 
     def _slots(self, starts: Counts, counts: Counts) -> Tensor:
