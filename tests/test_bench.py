@@ -22,6 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(importlib.import_module("kvlab.bench.choices"), "CONTEXT", 60)  # the function hides the module
 
 
+@pytest.mark.filterwarnings("ignore:a budget of")  # corm protects more than so short a prompt's part
 def test_every_bench_prints_a_table(capsys):
     assert main(["bench", "decode", "prefill", "loglik", "choices", "codecs", "memory", *SMALL]) == 0
     out = capsys.readouterr().out
@@ -37,6 +38,7 @@ def test_every_bench_prints_a_table(capsys):
     assert "**no**" not in out.split("### Keys and values held")[0], "targets are for another model"
 
 
+@pytest.mark.filterwarnings("ignore:a budget of")
 def test_json_has_what_the_tables_have(capsys):
     assert main(["bench", "loglik", "memory", "--json", *SMALL]) == 0
     found = json.loads(capsys.readouterr().out)

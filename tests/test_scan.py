@@ -158,7 +158,7 @@ def test_scan_equals_steps_in_half_precision(name, dtype):
 PROTOCOLS = {"prompt": PromptProtocol, "stream": Stream, "chunked": lambda **options: Chunked(chunk=20, **options)}
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", ["prompt", "stream", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_protocols_give_the_same_both_ways(protocol, policy_name, family, model):
     if protocol == "stream" and policy_class(policy_name).when == "prompt_end":
         pytest.skip("refused")
