@@ -19,7 +19,10 @@ def quick(monkeypatch):
     """A small tensor to measure bandwidth on."""
     ones = torch.ones
     monkeypatch.setattr(timing.torch, "ones", lambda count, **options: ones(min(count, 2**16), **options))
-    monkeypatch.setattr(importlib.import_module("kvlab.bench.choices"), "CONTEXT", 60)  # the function hides the module
+    shorter = {"choices": {"CONTEXT": 60}, "codecs": {"BITS": (2,), "STEPS": 1}, "decode": {"STEPS": 2}}
+    for module, values in shorter.items():
+        for name, value in values.items():  # a function of the package hides its module
+            monkeypatch.setattr(importlib.import_module(f"kvlab.bench.{module}"), name, value)
 
 
 @pytest.mark.filterwarnings("ignore:a budget of")  # corm protects more than so short a prompt's part
