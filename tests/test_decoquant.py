@@ -63,6 +63,7 @@ def test_codes_and_steps_bit_for_bit(bits, dtype):
     rows[3] = 0
     rows[4] = torch.arange(23) % (2 * top + 1) - top + 0.5  # halves, which go to the even neighbour
     rows[4, 0] = top
+    rows[5, 7] = 1e9  # no float16 is as large as its step
     codes, step = symmetric(rows, bits)
     expected_codes, expected_step = naive_decoquant.quantise(rows.numpy(), bits)
     assert codes.dtype == torch.uint8 and step.dtype == torch.float16
@@ -71,6 +72,8 @@ def test_codes_and_steps_bit_for_bit(bits, dtype):
 
 def test_a_long_block_is_encoded_in_pieces_that_nobody_sees():
     block = drawn(2, PIECE + 3, 8)
+    runs = block.reshape(-1, 8).double()
+    assert torch.allclose(gram(block, 8), runs.mT @ runs)
     to_left = balanced([gram(block, 8)])[0][0]
     packed, step = encode_block(block, to_left, 4)
     left, _ = factors_of(block, 8)
@@ -104,16 +107,17 @@ class Script:
         self.events = []
 
     def play(self, events):
-        """("turn", tokens of each row, pads in front), ("step",)."""
-        for kind, *counts in events:
+        """("turn", tokens of each row, pads in front), ("step",) or, where some rows get none, ("step", 1 or 0 of each row)."""
+        for kind, *given in events:
+            counts = np.array(given[0] if given else [1] * len(self.seen))
             if kind == "turn":
-                self._turn(np.array(counts[0]))
+                self._turn(counts)
             else:
                 token = torch.stack([row[:, seen : seen + 1] for row, seen in zip(self.tokens, self.seen, strict=True)])
-                self.side.add_one(token, None)
-                self.seen += 1
+                self.side.add_one(token, None if counts.all() else counts > 0)
+                self.seen = self.seen + counts
             self.side.seal(kind == "turn", None)
-            self.events.append((kind, counts[0] if counts else [1] * len(self.seen)))
+            self.events.append((kind, counts.tolist()))
         return self
 
     def _turn(self, counts):
@@ -128,7 +132,7 @@ class Script:
     def spans(self, row):
         """First and last + 1 of each block of a row, by the reference."""
         events = [(kind, counts[row]) for kind, counts in self.events]
-        return [span for span in naive_decoquant.blocks(self.codec.block, events) if span]
+        return [span for span in naive_decoquant.blocks(self.codec.block, events) if span and span[0] < span[1]]
 
 
 def stored(side, row):
@@ -183,6 +187,19 @@ def test_rows_hold_the_blocks_of_the_reference(bits, heads, dim, channels):
             rounded = naive_decoquant.roundtrip(tokens[row, :, start:end].numpy(), bits, channels)
             off = np.abs(dense[row, :, start:end].numpy() - rounded) > 1e-3 * np.abs(rounded).max()
             assert off.mean() < 0.02  # a factor that rounds otherwise may move a code by one
+
+
+def test_rows_fill_blocks_at_different_times():
+    steps = [("step", counts) for counts in ([0, 1], [1, 1], [1, 0], [1, 1], [0, 1], [1, 1])]
+    script = Script([20, 20], 2, 16, block=4).play([("turn", [2, 3]), ("turn", [0, 2]), *steps])
+    side = script.side
+    assert [script.spans(row) for row in range(2)] == [[(0, 2), (2, 6)], [(0, 3), (3, 5), (5, 9)]]
+    assert side.factors.lengths[:, 0].tolist() == [2, 3]
+    for row, dense in enumerate(dense_rows(script)):
+        expected = decoded(side, row, script.spans(row))
+        last = expected.shape[1]
+        assert np.abs(dense[:, :last].numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+        assert torch.equal(dense[:, last:], script.tokens[row, :, last : script.seen[row]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

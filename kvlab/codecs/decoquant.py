@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -30,19 +30,6 @@ BITS = range(2, 9)
 STRIDE = 32
 """Tokens that leave a sliding window together, since all that stay move."""
 KINDS = {"code": "codes", "scale": "scales"}
-
-
-class Piece(NamedTuple):
-    """Tokens `start` to `end` - 1 of each sequence, which share one T_S in each; a shorter sequence ends in anything.
-
-    whole (batch, kv_heads, n, dim): T_L as whole numbers; step (batch, n); small (batch, j, j): T_S. All of one float type.
-    """
-
-    start: int
-    end: int
-    whole: Tensor
-    step: Tensor
-    small: Tensor
 
 
 class DecoSide(Side):
@@ -133,33 +120,48 @@ class DecoSide(Side):
 
     # ------------------------------------------------------------------------------------------------ reading
 
-    def pieces(self, dtype: torch.dtype) -> Iterator[Piece]:
-        """The encoded tokens in order, so many at a time that no sequence needs two T_S."""
-        top, width = 2 ** (self.codec.bits - 1) - 1, self.heads * self.dim
-        planes, last, first = self.tokens.planes, len(self.tokens.planes["scale"]) - 1, self.tokens.row_offsets[:, None]
-        ends = [list(accumulate(spans)) for spans in self.spans]
-        for start, end in _cuts(ends):
-            index = (first + torch.arange(start, end, device=first.device)).clamp(max=last)
-            whole = unpack(planes["code"][index], self.codec.bits, width).to(dtype).sub_(top)
-            whole = whole.unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
-            yield Piece(start, end, whole, planes["scale"][index].to(dtype), self._small(ends, start).to(dtype))
+    def stretches(self) -> Iterator[tuple[int, int, Tensor]]:
+        """First token and last + 1 of stretches in which no sequence needs two T_S, and those, (batch, j, j) in float16.
 
-    def _small(self, ends: list[list[int]], token: int) -> Tensor:
-        """T_S of each sequence's block that this token is in, (batch, j, j); any where there is no such token."""
-        first = 0
-        found, factors = [], self.factors.planes["factor"]
-        for places, slots in zip(ends, self.factors.capacity[:, 0].tolist(), strict=True):
-            number = min(first + sum(end <= token for end in places), len(factors) - 1)
-            found.append(factors[number])
-            first += slots
-        return torch.stack(found)
+        A sequence that has no such tokens gets any.
+        """
+        ends, factors = [list(accumulate(spans)) for spans in self.spans], self.factors.planes["factor"]
+        slots = self.factors.capacity[:, 0]
+        firsts = (slots.cumsum() - slots).tolist()
+        for start, end in pairwise(sorted({0, *(place for row in ends for place in row)})):
+            numbers = [first + sum(place <= start for place in row) for first, row in zip(firsts, ends, strict=True)]
+            yield start, end, torch.stack([factors[min(number, len(factors) - 1)] for number in numbers])
+
+    def whole(self, start: int, end: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+        """T_L of these tokens as whole numbers, (batch, kv_heads, n, dim), some at a time: first, last + 1, and those.
+
+        Rows that have fewer tokens end in anything.
+        """
+        bits, width, first = self.codec.bits, self.heads * self.dim, self.tokens.row_offsets[:, None]
+        plane, top = self.tokens.planes["code"], 2 ** (self.codec.bits - 1) - 1
+        for low in range(start, end, BLOCK):
+            high = min(low + BLOCK, end)
+            if self.tokens.uniform:
+                codes = self.tokens.dense("code")[:, 0, low:high]
+            else:
+                codes = plane[(first + torch.arange(low, high, device=plane.device)).clamp(max=len(plane) - 1)]
+            numbers = unpack(codes, bits, width).to(dtype).sub_(top)
+            yield low, high, numbers.unflatten(-1, (self.heads, self.dim)).transpose(1, 2)
+
+    def steps(self, dtype: torch.dtype) -> Tensor:
+        """Of all encoded tokens, (batch, 1, 1, 1, longest), 0 beyond a row's end."""
+        steps = self.tokens.dense("scale")[:, 0]
+        inside = torch.arange(steps.shape[1], device=steps.device) < self.tokens.row_lengths[:, None]
+        return steps.masked_fill(~inside, 0).to(dtype)[:, None, None, None]
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Some tokens at a time."""
-        for start, end, whole, step, small in self.pieces(self._exact):
-            left = (whole * step[:, None, :, None]).transpose(1, 2)  # (batch, n, kv_heads, dim): runs may cross heads
-            decoded = left.reshape(len(left), -1, self.codec.channels) @ small
-            yield start, decoded.view(len(left), end - start, self.heads, self.dim).transpose(1, 2)
+        steps = self.steps(self._exact)[:, 0, 0, 0, :, None, None]
+        for start, end, small in self.stretches():
+            for low, high, whole in self.whole(start, end, self._exact):
+                left = whole.transpose(1, 2) * steps[:, low:high]  # (batch, n, kv_heads, dim), as runs may cross heads
+                decoded = left.reshape(len(left), -1, self.codec.channels) @ small.to(self._exact)
+                yield low, decoded.view(left.shape).transpose(1, 2)
 
     @property
     def _folds(self) -> bool:
@@ -171,26 +173,26 @@ class DecoSide(Side):
         if place is not None or not self._folds:
             return super().dots_encoded(queries, place)
         found = []
-        for piece in self.pieces(queries.dtype):
-            turned = self._turned(queries, piece.small.mT)
-            products = turned.flatten(2, 3) @ piece.whole.mT * piece.step[:, None, None]
-            found.append(products.unflatten(2, queries.shape[2:4]))
-        return torch.cat(found, 4)
+        for start, end, small in self.stretches():
+            turned = self._turned(queries, small.mT).flatten(2, 3)
+            found += [turned @ whole.mT for _, _, whole in self.whole(start, end, queries.dtype)]
+        return torch.cat(found, 3).unflatten(2, queries.shape[2:4]) * self.steps(queries.dtype)
 
     def mix_encoded(self, weights: Attention) -> Outputs:
         """Sums of T_L are turned by T_S, instead of values."""
         if not self._folds:
             return super().mix_encoded(weights)
-        total = weights.new_zeros(*weights.shape[:4], self.dim)
-        for start, end, whole, step, small in self.pieces(weights.dtype):
-            inside = torch.arange(start, end, device=step.device) < self.tokens.row_lengths[:, None]
-            own = weights[..., start:end] * step.masked_fill(~inside, 0)[:, None, None, None]
-            total += self._turned((own.flatten(2, 3) @ whole).unflatten(2, weights.shape[2:4]), small)
+        steps, shape = self.steps(weights.dtype), (*weights.shape[:4], self.dim)
+        own = (weights[..., : steps.shape[-1]] * steps).flatten(2, 3)  # of a row's own tokens alone
+        total = weights.new_zeros(shape)
+        for start, end, small in self.stretches():
+            parts = [own[..., low:high] @ whole for low, high, whole in self.whole(start, end, weights.dtype)]
+            total += self._turned(torch.stack(parts).sum(0).view(shape), small)
         return total
 
     def _turned(self, numbers: Tensor, factor: Tensor) -> Tensor:
         """Runs of j channels times the sequence's factor: (batch, kv_heads, group, queries, dim) by (batch, j, j)."""
-        runs = numbers.reshape(len(numbers), -1, self.codec.channels) @ factor
+        runs = numbers.reshape(len(numbers), -1, self.codec.channels) @ factor.to(numbers.dtype)
         return runs.view(numbers.shape)
 
     # ------------------------------------------------------------------------------------------------- memory
@@ -203,14 +205,6 @@ class DecoSide(Side):
         """Of each sequence."""
         tokens, factors = (planes.capacity[:, 0] * planes.slot_bytes for planes in (self.tokens, self.factors))
         return tokens + factors
-
-
-def _cuts(ends: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """First token and last + 1 of pieces that cross no block's end in any sequence, and have at most BLOCK tokens."""
-    places = sorted({0, *(end for row in ends for end in row)})
-    for first, last in pairwise(places):
-        for start in range(first, last, BLOCK):
-            yield start, min(start + BLOCK, last)
 
 
 @register_codec("decoquant")
