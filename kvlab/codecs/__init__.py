@@ -1,6 +1,6 @@
 """Codecs: how keys and values are held in fewer bits. Importing this package registers kvlab's own."""
 
-from kvlab.codecs import kivi, rtn
+from kvlab.codecs import kivi, qaq, rtn
 from kvlab.codecs.base import Codec, CodecError, codec_class, codec_names, make_codec, one_codec, register_codec
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "kivi",
     "make_codec",
     "one_codec",
+    "qaq",
     "register_codec",
     "rtn",
 ]

@@ -148,6 +148,11 @@ class Side(ABC):
         """The part of each sequence, (batch,)."""
         return self.recent.capacity.sum(1) * self.recent.slot_bytes + self.row_bytes()
 
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes that a codec keeps in the host's memory beside what attention reads."""
+        return 0
+
     def dense(self) -> Tensor:
         """All tokens, (batch, kv_heads, slots, dim), decoded where they are encoded, in the type in which they came."""
         recent = self.recent.dense("x")
