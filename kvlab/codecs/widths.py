@@ -92,19 +92,17 @@ class MixedWidths:
         before = self.read("bits")
         after = before.clone()
         after[which] = new.bits
-        changed = torch.zeros_like(before, dtype=torch.bool)
-        changed[which] = True
-        for width, part in self.codes.items():
-            had, has = before == width, after == width
-            if not ((had | has) & changed).any():
-                continue
-            old = part.planes["code"][part.flat()]
-            codes = old.new_zeros(int(has.sum()), old.shape[1])
-            stays = ~changed[has]
-            codes[stays] = old[~changed[had]]
+        touched = set(before[which].unique().tolist()) | set(new.codes)
+        place = torch.empty(len(before), dtype=torch.int64, device=which.device)  # of a group's codes: old ones, then new ones
+        for width in touched - {0}:
+            part = self.codes[width]
+            codes = old = part.planes["code"]
+            place[(before == width).nonzero()[:, 0]] = part.flat()
             if width in new.codes:
-                codes[~stays] = new.codes[width]
-            part.refill({"code": codes}, _per_row(has, self.lengths))
+                codes = torch.cat([old, new.codes[width]])
+                place[which[new.bits == width]] = torch.arange(len(old), len(codes), device=which.device)
+            has = after == width
+            part.refill({"code": codes[place[has.nonzero()[:, 0]]]}, _per_row(has, self.lengths))
         target = self.groups.flat()[which]
         for name, plane in self.groups.planes.items():
             plane[target] = new.planes[name].to(plane.dtype)
