@@ -1,24 +1,32 @@
 """QAQ against its slow reference: bits, codes, scales, zeros and outliers to the last bit; storage; whole models."""
 
+import json
 from collections import Counter
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from conftest import random_ids, shared_model
 from kvlab import Budget, attach, make_policy
+from kvlab.analyze.setup import pieces
 from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.voters import Voters
+from kvlab.calibrate.qaq import query_norms
 from kvlab.codecs import CodecError, make_codec
 from kvlab.codecs.qaq import Qaq
+from kvlab.evals.texts import embedded_text
 from kvlab.kernels import reference
 from kvlab.kernels.dispatch import choose
 from kvlab.kernels.reference import AttentionRule
 from kvlab.rows import RowPlanes
+from kvlab.tiny import tiny_model, tiny_tokenizer
 from naive_codecs import pack_bits
 from naive_qaq import NaiveQaqCache, Settings
+from running import kvlab
 
 HEADS, GROUP, DIM = 2, 2, 12
 
@@ -219,7 +227,7 @@ def test_compiled_kernels_read_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("level", ["head", "layer"])
 @pytest.mark.parametrize("change", [{"dynamic": False}, {}, {"promote": True}], ids=["fixed", "demotes", "promotes"])
 def test_equals_the_reference_at_length(seed, level, change):
@@ -500,3 +508,65 @@ def test_policies_that_fit_and_that_do_not():
 def test_settings_that_can_not_be(settings, message):
     with pytest.raises(CodecError, match=message):
         make_codec("qaq", **settings)
+
+
+# ----------------------------------------------------------------------------------------------------- calibration
+
+CALIBRATE = ("calibrate", "qaq", "--model", "tiny-llama", "--tokens", "40")
+
+
+def stock_norms(model, ids):
+    """Squared lengths of the queries that a model's attention gets, layer by layer."""
+    found = {}
+
+    def noted(module, query, key, value, attention_mask, **kwargs):
+        found[module.layer_idx] = [float((vector.double() ** 2).sum()) for head in query[0] for vector in head]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("noted", noted)
+    try:
+        model.set_attn_implementation("noted")
+        model(ids, use_cache=False)
+    finally:
+        del AttentionInterface._global_mapping["noted"]
+    return [found[layer] for layer in sorted(found)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_query_lengths_are_those_of_the_stock_model(kind):
+    texts = [random_ids(1, 20), random_ids(1, 20, seed=1)]
+    found = query_norms(shared_model(kind), texts)
+    parts = [stock_norms(tiny_model(kind), ids) for ids in texts]
+    wanted = np.array([[*first, *second] for first, second in zip(*parts, strict=True)])
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_calibrate_says_what_to_use_and_keeps_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path))
+    code, out, err = kvlab(*CALIBRATE, capsys=capsys)
+    assert (code, err) == (0, "")
+    (file,) = (tmp_path / "calibration").iterdir()
+    content = json.loads(file.read_text())
+    ids = pieces(embedded_text().text, tiny_tokenizer(), 40, 1)[0]
+    norms = sorted(norm for layer in stock_norms(tiny_model("llama"), ids) for norm in layer)
+    place = 0.9 * (len(norms) - 1)
+    decile = norms[int(place)] + (place % 1) * (norms[int(place) + 1] - norms[int(place)])
+    assert content["settings"]["q_norm"] == pytest.approx(decile, rel=1e-3)
+    assert f"codec.qaq.q_norm={content['settings']['q_norm']}" in out and str(file) in out
+    assert make_codec("qaq", **content["settings"]).label.startswith("qaq q_norm=")
+    kvlab(*CALIBRATE)
+    assert len(list(file.parent.iterdir())) == 1, "the same again"
+    kvlab(*CALIBRATE, "--texts", "2")
+    assert len(list(file.parent.iterdir())) == 2, "another text"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qag"], "calibration qag: there is no such calibration (did you mean qaq?); there are qaq"),
+        (["qaq", "--file", "gone.txt"], "--file=gone.txt"),
+    ],
+)
+def test_calibrations_that_can_not_be(arguments, message, capsys):
+    code, out, err = kvlab("calibrate", *arguments, "--model", "tiny-llama", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
