@@ -1,5 +1,6 @@
 """QAQ against its slow reference: bits, codes, scales, zeros and outliers to the last bit; storage; whole models."""
 
+import copy
 import json
 from collections import Counter
 from dataclasses import asdict
@@ -170,8 +171,9 @@ def drive(batch, steps=8, second=True):
     if second:
         batch.turn(pads(*(2, 7, 3)[:count], left=False))
         batch.check()
-        batch.step(torch.ones(count, dtype=torch.bool))
-        batch.check()
+        for paused in (0, count):  # bits of a row that pauses stay what they were at the turn's end
+            batch.step(torch.arange(count) != (paused if count > 1 else count))
+            batch.check()
     return batch
 
 
@@ -190,6 +192,21 @@ def test_equals_the_reference(level, formula, change):
 def test_types(dtype):
     batch = Batch(Qaq(**VARIED, promote=True), dtype=dtype, seed=1)
     drive(batch, steps=4)
+
+
+@pytest.mark.parametrize("level", ["head", "layer"])
+def test_sequences_selected_and_copied(level):
+    batch = drive(Batch(Qaq(**VARIED, level=level, promote=True), seed=10), steps=2, second=False)
+    other = copy.copy(batch)
+    other.store, other.naive = batch.store.copy(), [copy.deepcopy(batch.naive[row]) for row in (1, 0, 1)]
+    other.store.select_rows(torch.tensor([1, 0, 1]))
+    other.seen = batch.seen[[1, 0, 1]]
+    for _ in range(4):
+        other.step(torch.ones(3, dtype=torch.bool))
+        other.check()
+    batch.check()
+    batch.step(torch.ones(2, dtype=torch.bool))
+    batch.check()
 
 
 def test_three_rows_from_the_first_token_on():
@@ -353,6 +370,8 @@ def test_more_attention_never_fewer_bits(formula):
     same = torch.full((60,), 30)
     bits = codec.bits(torch.full((60,), 3.0), share, same, same < 0)
     assert bits.tolist() == sorted(bits.tolist()) and bits[0] == 0 and bits[-1] > 3
+    none = Qaq(error_values=0.0, formula=formula).bits(torch.tensor([3.0, 3.0, 0.0]), share[[0, 1, 1]], same[:3], same[:3] < 0)
+    assert none.tolist() == [1, 4, 1]
     paper, code = (
         Qaq(bits_min=0, bits_max=8, formula=formula).bits(share * 20, None, same, same < 0) for formula in ("paper", "code")
     )
