@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `lm_eval`, `doctor`. Prints, no more."""
+"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `calibrate` and others. Prints, no more."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
   kvlab bench decode                                         speed against transformers' own cache
   kvlab analyze heads                                        what a model's attention looks like
+  kvlab calibrate qaq                                        what a codec must know of a model
   kvlab doctor                                               what this machine can run, and why not
 """
 
@@ -68,6 +69,12 @@ ANALYZE_EXAMPLES = """examples:
   kvlab analyze heads --file my_text.txt --threshold 0.99
   kvlab analyze hash --json > hash.json
   kvlab analyze --model path/to/model --device cuda --dtype bfloat16 --output outputs/mine
+"""
+
+CALIBRATE_EXAMPLES = """examples:
+  kvlab calibrate qaq                      q_norm of the default model, on prose that comes with Python
+  kvlab calibrate qaq --model path/to/model --file my_text.txt --tokens 4096
+  kvlab calibrate qaq --model llama-2-7b --device cuda --dtype bfloat16 --texts 8
 """
 
 
@@ -179,6 +186,11 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
 
+    calibrate = add("calibrate", _calibrate, "measure what a codec must know of a model", CALIBRATE_EXAMPLES)
+    calibrate.add_argument("what", metavar="CODEC", help="qaq")
+    _add_model(calibrate)
+    _add_text(calibrate)
+
     harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
     harness.usage = "kvlab lm_eval --model kvlab --model_args KEY=VALUE,... --tasks TASK ... [lm-eval's own options]"
     harness.add_argument("--data_dir", help="folder of data files that tasks are made from (default: KVLAB_DATA_DIR)")
@@ -192,14 +204,18 @@ def _add_analyze(command: argparse.ArgumentParser) -> None:
         "what", nargs="*", metavar="WHAT", help="sparsity, heavy_hitters, persistence, heads, hash (default: all)"
     )
     _add_model(command)
-    command.add_argument("--file", help="a text, or a table with a column `text` (default: prose that comes with Python)")
-    command.add_argument("--tokens", type=_positive, default=1024, help="of each text (default: 1024)")
-    command.add_argument("--texts", type=_positive, default=1, help="pieces that the text is cut into (default: 1)")
+    _add_text(command)
     command.add_argument("--output", metavar="DIR", default="outputs/analyze", help="for files (default: outputs/analyze)")
     command.add_argument(
         "--threshold", type=_share, default=0.95, help="heads: attention that a head's set must hold (default: 0.95)"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _add_text(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--file", help="a text, or a table with a column `text` (default: prose that comes with Python)")
+    command.add_argument("--tokens", type=_positive, default=1024, help="of each text (default: 1024)")
+    command.add_argument("--texts", type=_positive, default=1, help="pieces that the text is cut into (default: 1)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -360,6 +376,16 @@ def _analyze(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("file", "tokens", "texts")}
     setup = load(options.model, options.device, options.dtype, **given)
     run_analyses(options.what or list(ANALYSES), setup, options.threshold, folder, options.json, print)
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from kvlab.analyze import load
+    from kvlab.calibrate import CALIBRATIONS, run_calibration
+
+    _check_what("calibration", [options.what], CALIBRATIONS)
+    given = {name: getattr(options, name) for name in ("file", "tokens", "texts")}
+    run_calibration(options.what, load(options.model, options.device, options.dtype, **given), print)
     return 0
 
 

@@ -104,6 +104,17 @@ class RowPlanes:
             self._dense_index = torch.from_numpy(index).to(self.device)
         return self._dense_index.clamp(min=0), self._dense_index < 0
 
+    def flat(self, starts: Counts | int = 0, counts: Counts | None = None) -> Tensor:
+        """Indices into the planes, row by row: of `counts` slots of each row from `starts` on, of all in use if not given."""
+        return self._slots(self._offsets + starts, self.lengths if counts is None else counts)
+
+    def dense_of(self, flat: Tensor, fill: float = 0) -> Tensor:
+        """What stands row by row for the slots in use, (lengths.sum(), ...), as (batch, kv_heads, longest row, ...)."""
+        longest = int(self.lengths.max(initial=0))
+        dense = flat.new_full((self.lengths.size * longest, *flat.shape[1:]), fill)
+        dense[self._slots(np.arange(self.lengths.size) * longest, self.lengths)] = flat
+        return dense.view(*self.lengths.shape, longest, *flat.shape[1:])
+
     # ------------------------------------------------------------------------------------------------ writing
 
     def add(
@@ -167,6 +178,23 @@ class RowPlanes:
         for name, plane in self.planes.items():
             plane[target] = incoming[name].to(plane.dtype)
         self._set_lengths(lengths)
+
+    def refill(self, incoming: Mapping[str, Tensor], lengths: Counts) -> None:
+        """New content for all slots: flat tensors (lengths.sum(), ...) by plane, row by row.
+
+        Rows keep the slots that they have where those are enough and not many more than that.
+        """
+        roomy = lengths + self._growth(lengths)
+        fits = (self.capacity >= lengths).all() and (self.capacity <= roomy + self._growth(roomy)).all()
+        capacity = self.capacity if fits else np.where(lengths > 0, roomy, 0)
+        if not fits:
+            total = int(capacity.sum())
+            planes = {name: plane.new_full((total, *plane.shape[1:]), FILL.get(name, 0)) for name, plane in self.planes.items()}
+            self._begin(planes, capacity, self.lengths)
+        self._set_lengths(lengths)
+        target = self.flat()
+        for name, plane in self.planes.items():
+            plane[target] = incoming[name].to(plane.dtype)
 
     def take_front(self, counts: Counts, *, more_to_come: bool) -> dict[str, Tensor]:
         """Remove the first `counts` slots of each row, and return what stood there, (counts.sum(), ...) row by row.

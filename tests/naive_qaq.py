@@ -31,14 +31,18 @@ class Settings:
     formula: str = "paper"
     dynamic: bool = False
     promote: bool = False
-    spread: str = "first"  # "first": of the exact numbers; "held": of the decoded ones
+    spread: str = (
+        "first"  # "first": of the exact numbers; "held": of the decoded ones; "scale": all that their codes could span
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- outliers
 
 
 def thresholds(numbers, outliers: float) -> tuple:
-    """lo and hi of a row's first encoded numbers; `outliers` counts as the decimal number that it is written as."""
+    """lo and hi of a row's first encoded numbers; `outliers` counts as the decimal number that it is written as, 0 as none."""
+    if not outliers:
+        return -math.inf, math.inf
     order = sorted(numbers)
     k = math.floor(Fraction(str(outliers)) / 2 * len(order))
     return order[k], order[len(order) - 1 - k]
@@ -188,7 +192,10 @@ class Side:
         for r, row in enumerate(self.groups):
             for t, group in enumerate(row):
                 held, exact, outside = decode_group(group, self.kind), self.exact[r][t], list(group.outliers)
-                spread = value_range(exact if s.spread == "first" else held, outside)
+                if s.spread == "scale":
+                    spread = float(group.scale) * (2**group.bits - 1)
+                else:
+                    spread = value_range(exact if s.spread == "first" else held, outside)
                 bits = token_bits(self.name, spread, share[r, t], t, seen, s)
                 if bits < group.bits:
                     row[t] = encode_group(held, outside, bits)

@@ -72,6 +72,11 @@ class EncodedStore(TokenRows):
         return sum(self.parts.values())
 
     @property
+    def offload_bytes(self) -> int:
+        """Bytes in the host's memory beside them, of which `kv_bytes` has none."""
+        return sum(side.offload_bytes for side in self.sides)
+
+    @property
     def row_bytes(self) -> np.ndarray:
         """The part of `kv_bytes` that each sequence takes, (batch,)."""
         return self.sides[0].bytes_by_row + self.sides[1].bytes_by_row
