@@ -502,13 +502,13 @@ def test_numbers_beyond_halves(axis):
 @pytest.mark.parametrize(
     ("codec", "settings", "says"),
     [
-        ("kivi", {"bits": 9}, "codec.kivi.bits=9: use one of 1, 2"),
+        ("kivi", {"bits": 9}, "bits=9: use one of 1, 2"),
         ("kivi", {"residual": 100}, "residual=100: use a multiple of group, which is 32"),
         ("kivi", {"residual": 0}, "residual=0: use a multiple"),
         ("kivi", {"group": 0}, "group=0: use at least 1"),
         ("kivi", {"key_axis": "row"}, "key_axis"),
         ("kivi", {"grup": 1}, "did you mean"),
-        ("int", {"bits": 0}, "codec.int.bits=0: use one of"),
+        ("int", {"bits": 0}, "bits=0: use one of"),
         ("int", {"group": -1}, "group"),
         ("int", {"residual": -1}, "residual"),
         ("int5", {}, "int"),
