@@ -69,7 +69,8 @@ def coded(tiny, codec, policy="full", budget=None, dtype=torch.float32, **settin
     """A session of a tiny model and a codec, by names."""
     codec = CODECS[codec]() if isinstance(codec, str) else codec
     made = policy_for(tiny, policy, **settings)
-    with attach(shared_model(tiny, dtype), made, budget, codec=codec, tokenizer=tiny_tokenizer()) as session:
+    model = shared_model(tiny) if dtype == torch.float32 else shared_model(tiny, dtype)
+    with attach(model, made, budget, codec=codec, tokenizer=tiny_tokenizer()) as session:
         yield session
 
 
@@ -97,9 +98,8 @@ def test_codes_of_16_bits_change_next_to_nothing(tiny):
     with coded(tiny, make_codec("int", bits=16)) as session:
         feed = feed_of(session, 2)
         assert_near(torch.cat([feed(prompt), feed.each(more)], 1), expected, 1e-3)
-        assert all(
-            layer == [store.lengths.tolist()] * 2 for layer, store in zip(encoded(feed.cache), stores(feed.cache), strict=True)
-        )
+        for counts, store in zip(encoded(feed.cache), stores(feed.cache), strict=True):
+            assert counts == [store.lengths.tolist()] * 2, "not all is encoded"
     with coded(tiny, "kivi2") as session:  # 2 bits do, or else none of this would mean anything
         feed = feed_of(session, 2)
         assert float((torch.cat([feed(prompt), feed.each(more)], 1) - expected).abs().max()) > 0.01
@@ -138,7 +138,7 @@ def test_the_model_is_as_before(tiny, codec):
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
-@models_and_codecs("llama-kivi2", "llama-int4", "gemma3-kivi2", "mistral_swa-kivi2", "opt-int4", codecs=CODECS)
+@models_and_codecs("llama-kivi2", "gemma3-kivi2", "opt-int4", codecs=CODECS)
 def test_padded_rows_equal_their_prompts_alone(tiny, codec, side):
     """One prompt is shorter than the residual; a second turn has pads too."""
     rows, more = rows_of(60, 43, 9), rows_of(7, 21, 13, seed=1)
@@ -161,7 +161,7 @@ def test_padded_rows_equal_their_prompts_alone(tiny, codec, side):
                 assert [counts[row] for counts in together] == [counts[0] for counts in apart]
 
 
-@models_and_codecs("llama-kivi2", "mistral_swa-int4")
+@models_and_codecs("llama-kivi2")
 def test_generate(tiny, codec):
     """Greedy equals one call a token; samples of one prompt equal those of a repeated prompt."""
     ids, mask = padded(rows_of(40, 33), "left")
@@ -196,7 +196,7 @@ def test_beams_score_what_their_tokens_score(tiny, codec):
             assert_near(scores, out.sequences_scores[3 * row : 3 * row + 3], 1e-6)  # added up in float32
 
 
-@models_and_codecs("opt-kivi2", "mistral_swa-kivi2", codecs=CODECS)
+@models_and_codecs("mistral_swa-kivi2", codecs=CODECS)
 def test_reordered_rows(tiny, codec):
     """Rows of different lengths taken in another order, one twice, go on as the sequences that they are."""
     rows, order = rows_of(50, 33, 20), torch.tensor([2, 0, 0, 1])
@@ -218,7 +218,7 @@ def test_reordered_rows(tiny, codec):
 # ----------------------------------------------------------------------------------------------- turns, forks, one by one
 
 
-@models_and_codecs("gemma3-kivi2", "llama-int4", codecs=CODECS)
+@models_and_codecs("gemma3-kivi2", codecs=CODECS)
 def test_forks(tiny, codec):
     prompt, first, second = talk(2, 50, 14, 14)
     with coded(tiny, codec, dtype=WIDE) as session:
@@ -256,7 +256,7 @@ def test_chunks_make_one_turn(tiny, codec):
         assert_near(feed.each(more), whole.each(more), 1e-9)
 
 
-@models_and_codecs("llama-kivi2", "mistral_swa-int4", codecs=CODECS)
+@models_and_codecs("llama-kivi2", codecs=CODECS)
 def test_steps_from_the_first_token_on(tiny, codec):
     (ids,) = talk(2, 40)
     with coded(tiny, codec, dtype=WIDE) as session:
@@ -270,10 +270,9 @@ def test_steps_from_the_first_token_on(tiny, codec):
         assert_near(plain.each(ids), expected, 1e-9)
 
 
-@pytest.mark.parametrize("codec", ["kivi2", "int4"])
-def test_a_cache_that_was_reset_is_as_new(codec):
+def test_a_cache_that_was_reset_is_as_new():
     prompt, more = talk(2, 50, 14)
-    with coded("gemma3", codec) as session:
+    with coded("llama", "kivi2") as session:
         feed = feed_of(session, 2)
         expected = torch.cat([feed(prompt), feed.each(more)], 1)
         feed.cache.reset()
@@ -289,8 +288,7 @@ def test_a_cache_that_was_reset_is_as_new(codec):
     ("tiny", "codec"),
     [
         ("mistral_swa", "kivi2"),
-        ("gemma3", "int4"),
-        *(pytest.param("gemma3", codec, marks=pytest.mark.slow) for codec in ("kivi2", "int by channel")),
+        *(pytest.param("gemma3", codec, marks=pytest.mark.slow) for codec in ("int4", "kivi2", "int by channel")),
     ],
 )
 def test_tokens_outside_the_window_leave_as_whole_groups(tiny, codec, monkeypatch):
@@ -443,7 +441,7 @@ def int4_bytes(model):
 def test_every_policy_holds_its_budget_in_codes_of_4_bits(tiny, name):
     """Bytes of encoded tokens for a token more than the budget at most, and none in full precision."""
     model, rows, (steps, more) = shared_model(tiny), rows_of(60, 47), talk(2, 12, 20, seed=1)
-    small = {"obs_window": 4, "kernel": 3} if "obs_window" in vars(make_policy(name)) else {}
+    small = {field: value for field, value in {"obs_window": 4, "kernel": 3}.items() if field in vars(make_policy(name))}
     with coded(tiny, "int4", name, Budget(tokens=TOKENS), **small) as session:
         feed = feed_of(session, 2)
         per_token = int4_bytes(model) * kv_heads_of(model) * 2

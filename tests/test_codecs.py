@@ -374,9 +374,9 @@ def test_bits_per_number_at_a_prompts_end(name, tokens):
 
 def test_steps_hold_little_more_than_their_tokens():
     """Free slots at steps are few: no side's storage is larger than its tokens and 64 more in each row."""
-    run = Run(Case(settings=kivi(2, 32, 64), dim=32, script=((140, 90),)))
-    run.event((140, 90))
-    for _ in range(70):
+    run = Run(Case(settings=kivi(2, 32, 64), dim=4, script=((110, 90),)))
+    run.event((110, 90))
+    for _ in range(40):
         run.event([1, 1])
         for side in run.store.sides:
             assert (side.units.capacity * side.grouping.unit <= side.encoded + 64).all()
