@@ -138,7 +138,7 @@ def test_the_model_is_as_before(tiny, codec):
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
-@models_and_codecs("llama-kivi2", "gemma3-kivi2", "opt-int4", codecs=CODECS)
+@models_and_codecs("llama-kivi2", "gemma3-kivi2", "opt-int4")
 def test_padded_rows_equal_their_prompts_alone(tiny, codec, side):
     """One prompt is shorter than the residual; a second turn has pads too."""
     rows, more = rows_of(60, 43, 9), rows_of(7, 21, 13, seed=1)
@@ -218,7 +218,7 @@ def test_reordered_rows(tiny, codec):
 # ----------------------------------------------------------------------------------------------- turns, forks, one by one
 
 
-@models_and_codecs("gemma3-kivi2", codecs=CODECS)
+@models_and_codecs("gemma3-kivi2")
 def test_forks(tiny, codec):
     prompt, first, second = talk(2, 50, 14, 14)
     with coded(tiny, codec, dtype=WIDE) as session:
@@ -239,7 +239,23 @@ def test_forks(tiny, codec):
         assert torch.equal(other.each(first), runs[0])
 
 
-@models_and_codecs("gemma3-kivi2", "opt-int4", codecs=CODECS)
+@pytest.mark.parametrize(("codec", "name"), [("int4", "streaming_llm"), ("kivi2", "snapkv")])
+def test_a_fork_under_no_budget_holds_on_to_all(codec, name):
+    prompt, steps = talk(1, 60, 14)
+    settings = {"after_prompt": "grow", "obs_window": 4} if name == "snapkv" else {}
+    with coded("llama", codec, name, Budget(tokens=20), **settings) as session:
+        feed = feed_of(session)
+        feed(prompt)
+        fork = Feed(session.model, feed.cache.fork(make_policy("full")))
+        fork.mask, kept = feed.mask, feed.cache.kept_positions()
+        fork.each(steps)
+        for before, after in zip(kept, fork.cache.kept_positions(), strict=True):
+            assert after == [[[*head, *range(60, 74)] for head in row] for row in before]
+        assert feed.cache.kept_positions() == kept
+        assert feed.cache.memory().kv_bytes < fork.cache.memory().kv_bytes
+
+
+@models_and_codecs("gemma3-kivi2", "opt-int4")
 def test_chunks_make_one_turn(tiny, codec):
     """Nothing is encoded before the turn ends, in whatever chunks it comes."""
     prompt, more = talk(2, 60, 14)
@@ -256,7 +272,7 @@ def test_chunks_make_one_turn(tiny, codec):
         assert_near(feed.each(more), whole.each(more), 1e-9)
 
 
-@models_and_codecs("llama-kivi2", codecs=CODECS)
+@models_and_codecs("llama-kivi2")
 def test_steps_from_the_first_token_on(tiny, codec):
     (ids,) = talk(2, 40)
     with coded(tiny, codec, dtype=WIDE) as session:
