@@ -82,11 +82,6 @@ class EncodedStore(TokenRows):
         return self.sides[0].bytes_by_row + self.sides[1].bytes_by_row
 
     @property
-    def offload_bytes(self) -> int:
-        """Bytes of copies on the CPU."""
-        return sum(side.offload_bytes for side in self.sides)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of bookkeeping held on the device: positions, per-token state, slot indices of all parts."""
         indices = [tensor for side in self.sides for tensor in side.indices]
