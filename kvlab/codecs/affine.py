@@ -16,42 +16,12 @@ from torch import Tensor
 
 from kvlab.codecs.side import Place, Side
 from kvlab.kernels.dispatch import Kernels
-from kvlab.kernels.packed import BLOCK, Packed, dequantise, pack, packed_bytes
+from kvlab.kernels.packed import BLOCK, Packed, dequantise, packed_bytes
 from kvlab.rows import GROWTH, Counts, RowPlanes
 from kvlab.shapes import Attention, Kept, Outputs, PerHead, Queries
 
 Axis = Literal["token", "channel"]
-MOST = 65504.0
-"""The largest float16."""
 KINDS = {"code": "codes", "scale": "scales", "zero": "zeros"}
-
-
-def half_below(numbers: Tensor) -> Tensor:
-    """The largest float16 not above each number, at least -65504."""
-    half = numbers.clamp(-MOST, MOST).half()
-    bits = half.view(torch.int16)
-    lower = torch.where(bits < 0, bits + 1, torch.where(bits == 0, -32767, bits - 1)).to(torch.int16)
-    return torch.where(half > numbers, lower.view(torch.half), half).clamp(min=-MOST)
-
-
-def half_above(numbers: Tensor) -> Tensor:
-    """The smallest float16 not below each number, at most 65504."""
-    return -half_below(-numbers)
-
-
-def affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (..., n) of groups (..., n), scale and zero (..., 1) in float16.
-
-    Computed in float32, in float64 for float64.
-    """
-    exact = groups.to(torch.promote_types(groups.dtype, torch.float32))
-    zero = half_below(exact.amin(-1, keepdim=True))
-    low, top = zero.to(exact.dtype), 2**bits - 1
-    # By a tensor: devices multiply by the rounded inverse of a number, which is not the quotient.
-    scale = half_above((exact.amax(-1, keepdim=True) - low) / exact.new_full((), top))
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    codes = ((exact - low) / scale.to(exact.dtype)).round().clamp(0, top)
-    return codes.to(torch.int32), scale, zero
 
 
 @dataclass(frozen=True)
@@ -98,21 +68,6 @@ class Grouping:
             return np.maximum(recent - self.residual, 0)
         return recent // self.residual * self.residual
 
-    def encode(self, units: Tensor) -> dict[str, Tensor]:
-        """Planes of units (n, unit, dim): code (n, bytes), scale and zero (n, groups)."""
-        if self.axis == "channel":
-            codes, scale, zero = affine(units.transpose(1, 2), self.bits)  # (n, dim, unit)
-            codes = codes.transpose(1, 2)
-            scale, zero = scale[..., 0], zero[..., 0]
-        else:
-            whole = self.dim // self.channels * self.channels
-            parts = [affine(units[:, 0, :whole].unflatten(-1, (-1, self.channels)), self.bits)]
-            if whole < self.dim:  # the last group is shorter
-                parts.append(affine(units[:, :, whole:], self.bits))
-            codes = torch.cat([part[0].flatten(1) for part in parts], 1)
-            scale, zero = (torch.cat([part[number][..., 0] for part in parts], 1) for number in (1, 2))
-        return {"code": pack(codes.flatten(1), self.bits), "scale": scale, "zero": zero}
-
 
 class GroupedSide(Side):
     """A side whose tokens are encoded in units by `Grouping`."""
@@ -137,9 +92,9 @@ class GroupedSide(Side):
 
     def encode(self, tokens: Tensor, counts: Counts, limit: Counts | None) -> None:
         """Add units."""
-        unit = self.grouping.unit
-        planes = self.grouping.encode(tokens.unflatten(0, (-1, unit)))
-        self.units.extend(planes, counts // unit, limit if unit == 1 else None)
+        grouping, unit = self.grouping, self.grouping.unit
+        found = self.kernels.quantise(tokens.view(-1, unit, grouping.dim), grouping.bits, grouping.channels)
+        self.units.extend(dict(zip(KINDS, found, strict=True)), counts // unit, limit if unit == 1 else None)
 
     @property
     def packed(self) -> Packed:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codecs.affine import half_above
-from kvlab.kernels.packed import pack
+from kvlab.kernels.packed import half_above, pack
 
 VANISHED = 1e-6
 """Singular values up to this share of the largest count as 0."""

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvlab.kernels import packed, reference
 from kvlab.kernels.contract import Arrivals, Limits, ScanRule, Slots
@@ -100,6 +101,23 @@ class PackedMix(Protocol):
         ...
 
 
+class Quantise(Protocol):
+    """Codes of units (n, tokens, dim), each with its scales: code (n, bytes) uint8 as `packed.pack` has it, scale and zero
+    (n, groups) in float16, where a group is `channels` neighbouring channels of all tokens of a unit, the last perhaps fewer.
+
+    zero   the largest float16 not above the group's smallest number, at least -65504, never a negative zero
+    scale  the smallest float16 not below (largest - zero) / (2**bits - 1), at most 65504; 1 where that is 0
+    code   (number - zero) / scale rounded to the nearest whole number, halves to even, within 0 to 2**bits - 1
+
+    Computed in float32, float64 for float64, every operation rounded once; all back ends give the same bits. So a decoded
+    number of float16's range is never further off than half a scale. A group with NaN has a NaN scale and zero, and any codes.
+    """
+
+    def __call__(self, units: Tensor, bits: int, channels: int, /) -> tuple[Tensor, Tensor, Tensor]:
+        """See above."""
+        ...
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The operations of one back end; what it lacks is done step by step with the reference."""
@@ -110,6 +128,7 @@ class Kernels:
     evict_scan: EvictScan | None = None
     packed_logits: PackedLogits = packed.packed_logits
     packed_mix: PackedMix = packed.packed_mix
+    quantise: Quantise = packed.quantise
 
 
 REFERENCE = Kernels("reference", reference.attend_with_mass)
@@ -125,9 +144,9 @@ def choose(wanted: str, device_type: str, dtype: torch.dtype) -> Kernels:
     for name, device, package in (("cpu", "cpu", "numba"), ("gpu", "cuda", "triton")):
         if wanted in ("auto", name) and device_type == device and dtype in DTYPES and find_spec(package) is not None:
             module, codes = (importlib.import_module(f"kvlab.kernels.{prefix}{name}") for prefix in ("", "packed_"))
-            return Kernels(
-                name, module.prefill_stats, module.decode_attend, module.evict_scan, codes.packed_logits, codes.packed_mix
-            )
+            quantise = importlib.import_module("kvlab.kernels.quantise_cpu").quantise if name == "cpu" else packed.quantise
+            slots = (module.prefill_stats, module.decode_attend, module.evict_scan)
+            return Kernels(name, *slots, codes.packed_logits, codes.packed_mix, quantise)
     if wanted != "auto":
         need = {"cpu": "the CPU", "gpu": "a CUDA device and the package triton"}[wanted]
         raise ValueError(

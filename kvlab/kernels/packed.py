@@ -7,6 +7,7 @@ the other; a unit begins on a byte. No back end ever holds more than a block of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 """Bits that a code may have."""
 BLOCK = 256
 """Tokens of a row that are decoded at a time, or one unit where that is longer."""
+MOST = 65504.0
+"""The largest float16."""
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -86,6 +89,43 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     word = _joined([part.to(torch.int64) << place * bits for place, part in enumerate(codes.unbind(-1))])
     spread = torch.stack([word >> 8 * place & 255 for place in range(bits)], -1)
     return spread.flatten(-2).to(torch.uint8)[..., :size]
+
+
+def half_below(numbers: Tensor) -> Tensor:
+    """The largest float16 not above each number, at least -65504."""
+    half = numbers.clamp(-MOST, MOST).half()
+    bits = half.view(torch.int16)
+    lower = torch.where(bits < 0, bits + 1, torch.where(bits == 0, -32767, bits - 1)).to(torch.int16)
+    return torch.where(half > numbers, lower.view(torch.half), half).clamp(min=-MOST)
+
+
+def half_above(numbers: Tensor) -> Tensor:
+    """The smallest float16 not below each number, at most 65504."""
+    return -half_below(-numbers)
+
+
+def quantise(units: Tensor, bits: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `dispatch.Quantise`."""
+    assert bits in BITS, bits
+    exact = units.to(accumulate_type(units))
+    dim, top = units.shape[2], 2**bits - 1
+    # A sum with 0 has no negative zero, so that the order of numbers doesn't matter.
+    zero = half_below(-_most(-exact, channels)) + 0.0
+    # By a tensor: devices multiply by the rounded inverse of a number, which is not the quotient.
+    scale = half_above((_most(exact, channels) - zero.to(exact.dtype)) / exact.new_full((), top))
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    low, step = (part.to(exact.dtype).repeat_interleave(channels, -1)[:, None, :dim] for part in (zero, scale))
+    codes = ((exact - low) / step).round().clamp(0, top)
+    return pack(codes.to(torch.int32).flatten(1), bits), scale, zero
+
+
+def _most(units: Tensor, channels: int) -> Tensor:
+    """The largest number of each group, (n, groups), of units (n, tokens, dim)."""
+    most = units.amax(1)
+    if channels == 1:
+        return most
+    spare = -most.shape[1] % channels
+    return _split(F.pad(most, (0, spare), value=-math.inf), channels).amax(-1)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
