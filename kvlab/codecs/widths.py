@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.codecs.affine import MOST, affine
 from kvlab.codecs.outliers import owners
-from kvlab.kernels.packed import Packed, pack, packed_bytes, unpack
+from kvlab.kernels.packed import MOST, Packed, pack, packed_bytes, quantise, unpack
 from kvlab.rows import Counts, RowPlanes
 
 
@@ -54,8 +53,9 @@ def encode(groups: Tensor, outside: Tensor, bits: Tensor) -> Encoded:
         which = (bits == width).nonzero()[:, 0]
         some = filled[which]
         if width:
-            code, scales, zeros = affine(some, width)
-            codes[width] = pack(code.masked_fill(outside[which], 0), width)
+            code, scales, zeros = quantise(some[:, None], width, some.shape[1])
+            numbers = unpack(code, width, some.shape[1]).masked_fill(outside[which], 0)
+            codes[width] = pack(numbers, width)
             scale[which], zero[which] = scales[:, 0], zeros[:, 0]
         else:
             zero[which] = ((some.amin(1) + some.amax(1)) / 2).clamp(-MOST, MOST).half()
