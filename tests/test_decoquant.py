@@ -317,11 +317,10 @@ def test_front_tokens_leave_some_at_a_time():
 
 def test_tokens_outside_a_window_leave_and_nothing_else_changes(monkeypatch):
     model = shared_model("mistral_swa")
-    (prompt, more), logits, held = talk(1, 70, 40), [], []
-    for droppable in (
-        None,
-        lambda side, first: np.where(side.encoded == 0, first, 0),
-    ):  # the prompt's leave before its block is
+    monkeypatch.setattr("kvlab.codecs.decoquant.STRIDE", 4)
+    (prompt, more), logits, held = talk(1, 40, 14), [], []
+    prompt_alone = lambda side, first: np.where(side.encoded == 0, first, 0)  # noqa: E731  its tokens leave before encoding
+    for droppable in (None, prompt_alone):
         if droppable is not None:
             monkeypatch.setattr("kvlab.codecs.decoquant.DecoSide.droppable", droppable)
         with attach(model, make_policy("full"), codec=make_codec("decoquant", block=8, channels=8)) as session:
@@ -330,7 +329,7 @@ def test_tokens_outside_a_window_leave_and_nothing_else_changes(monkeypatch):
             logits.append(torch.cat([feed(prompt), feed.each(more)], 1))
             held.append(cache.kept_len.max())
     assert_near(logits[0], logits[1])
-    assert held[0] < 24 + STRIDE + 8 and held[1] == 24 + 40
+    assert held[0] < 24 + 4 and held[1] == 24 + 14
 
 
 # -------------------------------------------------------------------------------------------------- whole models
