@@ -379,6 +379,56 @@ FAULTS = {
         "return np.asarray(x[drawn].mean(axis=-1) - y[drawn - 1].mean(axis=-1))",
         ["tests/test_metrics.py"],
     ),
+    # codecs
+    "the newest of the residual is encoded": (
+        "codecs/affine.py",
+        "return np.maximum(recent - self.residual, 0)",
+        "return np.minimum(np.maximum(recent - self.residual + 1, 0), recent)",
+        ["tests/test_codecs.py"],
+    ),
+    "keys are encoded by groups and not by residuals": (
+        "codecs/affine.py",
+        "return recent // self.residual * self.residual",
+        "return recent // self.group * self.group",
+        ["tests/test_codecs.py"],
+    ),
+    "what is in full precision is joined a slot too early in ragged rows": (
+        "codecs/side.py",
+        "column - self._starts() + most)",
+        "column - self._starts() + most - 1)",
+        ["tests/test_codecs.py"],
+    ),
+    "a zero lies above its group's minimum": (
+        "codecs/affine.py",
+        "return torch.where(half > numbers, lower.view(torch.half), half).clamp(min=-MOST)",
+        "return half",
+        ["tests/test_codecs.py"],
+    ),
+    "a group loses some of its tokens": (
+        "codecs/affine.py",
+        "return bool((whole.any(-1) == whole.all(-1)).all())",
+        "return True",
+        ["tests/test_codecs.py"],
+    ),
+    "a token is encoded before it attends": (
+        "cache/layer.py",
+        "output, attention = self._attend_step(queries, view, call)",
+        "store.seal(False, None) if isinstance(store, EncodedStore) else None\n"
+        "        output, attention = self._attend_step(queries, view, call)",
+        ["tests/test_codec_models.py"],
+    ),
+    "a token that is still seen leaves its window": (
+        "cache/decisions.py",
+        "torch.from_numpy(now - window)",
+        "torch.from_numpy(now - window + 2)",
+        ["tests/test_codec_models.py"],
+    ),
+    "a copy shares its codes": (
+        "codecs/affine.py",
+        "other.units = self.units.copy()",
+        "other.units = self.units",
+        ["tests/test_codecs.py"],
+    ),
 }
 
 
