@@ -463,3 +463,20 @@ def test_what_cannot_be_is_refused_with_what_to_change():
 def test_labels_tell_settings_apart():
     assert make_codec("decoquant").label == "decoquant4"
     assert make_codec("decoquant", bits=2, rope="pre").label == "decoquant2 rope=pre"
+
+
+def test_a_row_without_new_tokens_keeps_what_waits():
+    model = shared_model("llama")
+    with attach(model, make_policy("full"), codec=make_codec("decoquant", block=50)) as session:
+        cache = session.new_cache()
+        ids = torch.arange(3, 27).view(2, 12)
+        model(ids, cache=cache)
+        for token in (30, 31):
+            model(torch.full((2, 1), token), cache=cache)
+        mask = torch.ones(2, 19, dtype=torch.long)
+        mask[1, 14:] = 0
+        model(ids[:, :5], attention_mask=mask, cache=cache)
+        for layer in cache.layers:
+            for side in layer.store.sides:
+                assert (side.encoded == [[19], [12]]).all(), "two decoded tokens of the second row wait for their block"
+                assert (side.recent.lengths == [[0], [2]]).all()

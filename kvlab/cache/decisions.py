@@ -117,10 +117,11 @@ class DecidingLayer(LayerState):
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
             store.keep(selection.select(scores, step.positions, tiers, budget), view, limits.room)
 
-    def _encode(self, queries: Tensor | None, attention: Tensor | None) -> None:
+    def _encode(self, queries: Tensor | None, attention: Tensor | None, came: np.ndarray | None = None) -> None:
         """Let the codec encode what is due; tokens that left a window leave where their group as a whole did.
 
-        After a step: positions of its queries and their attention. At a turn's end: None, the codec may look at its last ones.
+        After a step: positions of its queries and their attention. At a turn's end None, since the codec may look at the turn's
+        last ones, and which rows got tokens, (batch, 1).
         """
         store, turn_end = self._held, queries is None
         assert isinstance(store, EncodedStore) and self.limits is not None
@@ -134,7 +135,7 @@ class DecidingLayer(LayerState):
             store.observe(attention.amax(2), queries)
         if self.rule.window is not None and not store.evictable:
             self._expire(store, self.rule.window)
-        store.seal(turn_end, self.limits.room)
+        store.seal(turn_end, self.limits.room, came)
 
     def _expire(self, store: EncodedStore, window: int) -> None:
         now = self.row_seen - 1

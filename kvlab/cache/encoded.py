@@ -142,10 +142,13 @@ class EncodedStore(TokenRows):
     def _unrotated(self, keys: Keys, positions: QueryPositions) -> Keys:
         return keys if self.table is None else self.table.undo(keys, positions[:, None].expand(keys.shape[:3]))
 
-    def seal(self, turn_end: bool, limit: Counts | None) -> None:
-        """Encode what is due, at a turn's end or after a step. limit: tokens that rows may hold."""
+    def seal(self, turn_end: bool, limit: Counts | None, rows: Rows | None = None) -> None:
+        """Encode what is due, at a turn's end or after a step.
+
+        limit: tokens that rows may hold; rows: those to which tokens came, (batch, 1), None = all
+        """
         for side in self.sides:
-            side.seal(turn_end, limit)
+            side.seal(turn_end, limit, rows)
 
     def droppable(self, first: Counts) -> Counts:
         """How many of the `first` tokens of each row can leave as whole groups."""

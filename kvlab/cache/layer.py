@@ -151,7 +151,7 @@ class KVLayer(DecidingLayer):
         if not policy.holds_budget_after_prompt:
             self._set_limits(np.where(came, none, before))
         if self.store.encoded:
-            self._encode(None, None)
+            self._encode(None, None, came)
         self.store.trim(self.limits.room)
         self.turn_start = self.voters = None
 

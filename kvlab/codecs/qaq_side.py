@@ -15,7 +15,7 @@ from kvlab.codecs.side import Place, Side
 from kvlab.codecs.widths import MixedWidths, encode, inlier_range
 from kvlab.kernels.dispatch import Kernels
 from kvlab.kernels.packed import BLOCK
-from kvlab.rows import Counts, RowPlanes
+from kvlab.rows import Counts, RowPlanes, Rows
 from kvlab.shapes import Attention, Kept, Outputs, Queries, QueryPositions
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class QaqSide(Side):
         seen = self.seen.repeat_interleave(counts.shape[1])[owners(counts, device)]
         return self.codec.bits(spread, share, seen, left < self.codec.window)
 
-    def seal(self, turn_end: bool, limit: Counts | None) -> None:
+    def seal(self, turn_end: bool, limit: Counts | None, rows: Rows | None = None) -> None:
         """Encode new tokens; after a step also those again that should have other bits, in rows to which a token came."""
         came = self.recent.lengths[:, :: self.joined] > 0
-        super().seal(turn_end, limit)
+        super().seal(turn_end, limit, rows)
         if self.codec.dynamic and not turn_end and came.any():
             self._revise(came)
         if self.attended is not None and not self.codec.dynamic:

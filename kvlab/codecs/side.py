@@ -104,9 +104,13 @@ class Side(ABC):
         self.recent.reserve(None, rows)
         self.recent.add_one({"x": token}, rows)
 
-    def seal(self, turn_end: bool, limit: Counts | None) -> None:
-        """Encode what is due. limit: slots that rows of encoded tokens may have where each is encoded alone."""
+    def seal(self, turn_end: bool, limit: Counts | None, rows: Rows | None = None) -> None:
+        """Encode what is due in these rows, (batch, 1), None = all.
+
+        limit: slots that rows of encoded tokens may have where each is encoded alone
+        """
         due = self.due(self.recent.lengths, turn_end)
+        due = due if rows is None else np.where(rows, due, 0)
         if due.any():
             taken = self.recent.take_front(due, more_to_come=not turn_end)
             self.encode(taken["x"], due, limit)
