@@ -41,6 +41,7 @@ class RowPlanes:
         self.capacity = capacity
         self._lengths = lengths
         self._offsets = _row_starts(capacity)
+        self._uniform: bool | None = None
         self._device_lengths: Tensor | None = None
         self._device_offsets: Tensor | None = None
         self._dense_index: Tensor | None = None
@@ -69,7 +70,9 @@ class RowPlanes:
     @property
     def uniform(self) -> bool:
         """Whether all rows have the same number of slots."""
-        return bool((self.capacity == self.capacity.flat[0]).all())
+        if self._uniform is None:
+            self._uniform = alike(self.capacity)
+        return self._uniform
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a plane's storage, free slots included."""
@@ -174,6 +177,13 @@ class RowPlanes:
             grown = np.where(self.lengths > 0, np.maximum(lengths, self.capacity + self._growth(self.capacity)), lengths)
             grown = grown if limit is None else np.minimum(grown, np.maximum(limit, lengths))
             self._resize(np.where(lengths > self.capacity, grown, self.capacity))
+        if self.uniform and alike(self.lengths, counts):
+            start, count = int(self.lengths.flat[0]), int(counts.flat[0])
+            for name, plane in self.planes.items():
+                new = incoming[name].view(*counts.shape, count, *plane.shape[1:])
+                self._dense(plane)[:, :, start : start + count] = new
+            self._set_lengths(lengths, count)
+            return
         target = self._slots(self._offsets + self.lengths, counts)
         for name, plane in self.planes.items():
             plane[target] = incoming[name].to(plane.dtype)
@@ -201,12 +211,20 @@ class RowPlanes:
 
         No free slot remains, unless `more_to_come` asks for some.
         """
-        source = self._slots(self._offsets, counts)
-        taken = {name: plane[source] for name, plane in self.planes.items()}
+        if self.uniform and alike(counts):
+            front = int(counts.flat[0])
+            taken = {name: self._dense(plane)[:, :, :front].flatten(0, 2) for name, plane in self.planes.items()}
+        else:
+            source = self._slots(self._offsets, counts)
+            taken = {name: plane[source] for name, plane in self.planes.items()}
         left = self.lengths - counts
+        if not left.any():
+            nothing = {name: plane.new_empty(0, *plane.shape[1:]) for name, plane in self.planes.items()}
+            self._begin(nothing, left, left.copy())
+            return taken
         roomy = np.where(left > 0, left + self._growth(left), 0) if more_to_come else left
         capacity = np.minimum(self.capacity, roomy)
-        self._rebuild(capacity, left, self._slots(self._offsets + counts, left))
+        self._move(capacity, left, counts)
         return taken
 
     def reserve(self, limit: Counts | None, rows: Rows | None = None, tokens: Counts | int = 1, *, beyond: bool = True) -> None:
@@ -293,17 +311,31 @@ class RowPlanes:
 
     def _resize(self, capacity: Counts) -> None:
         """Same tokens, other numbers of slots; they move to the front of their rows."""
-        self._rebuild(capacity, self.lengths, self._slots(self._offsets, self.lengths))
+        self._move(capacity, self.lengths, np.zeros_like(self.lengths))
 
-    def _rebuild(self, capacity: Counts, lengths: Counts, source: Tensor) -> None:
-        """New planes that hold the tokens at these flat indices (row by row), so that the old ones are released."""
-        target = self._slots(_row_starts(capacity), lengths)
-        total = int(capacity.sum())
+    def _move(self, capacity: Counts, lengths: Counts, first: Counts) -> None:
+        """Rows of `capacity` slots that hold `lengths` of their tokens, from the slots `first` on."""
+        if self.uniform and alike(capacity, lengths, first):
+            start, count = int(first.flat[0]), int(lengths.flat[0])
+            self._rebuild(capacity, lengths, slice(start, start + count))
+        else:
+            self._rebuild(capacity, lengths, self._slots(self._offsets + first, lengths))
+
+    def _rebuild(self, capacity: Counts, lengths: Counts, source: Tensor | slice) -> None:
+        """New planes that hold the tokens at these flat indices (row by row), so that the old ones are released.
+
+        source: a slice where it is the same slots of every row, and rows have the same number of them before and after
+        """
+        target = None if isinstance(source, slice) else self._slots(_row_starts(capacity), lengths)
+        total, rows, count = int(capacity.sum()), lengths.size, int(lengths.max(initial=0))
         planes = {}
         for name in list(self.planes):
             plane = self.planes.pop(name)  # one plane at a time is there twice
             planes[name] = plane.new_full((total, *plane.shape[1:]), FILL.get(name, 0))
-            planes[name][target] = plane[source]
+            if target is not None:
+                planes[name][target] = plane[source]
+            elif count:
+                _by_row(planes[name], rows)[:, :count] = _by_row(plane, rows)[:, source]
         self._begin(planes, capacity, lengths)
 
     def _set_lengths(self, lengths: Counts, change: Tensor | int | None = None) -> None:
@@ -342,6 +374,16 @@ class RowPlanes:
         if self._device_lengths is None:
             self._device_lengths = torch.from_numpy(self.lengths.flatten()).to(self.device)
         return self._device_lengths
+
+
+def alike(*counts: Counts) -> bool:
+    """Whether each of these has one number for all rows."""
+    return all(bool((rows == rows.flat[0]).all()) for rows in counts)
+
+
+def _by_row(plane: Tensor, rows: int) -> Tensor:
+    """A plane of rows with the same number of slots as (rows, capacity, ...)."""
+    return plane.view(rows, len(plane) // rows, *plane.shape[1:])
 
 
 def _row_starts(capacity: Counts) -> Counts:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.rows import Counts, RowPlanes, Rows
+from kvlab.rows import Counts, RowPlanes, Rows, alike
 from kvlab.shapes import Attention, Kept, Outputs, PerHead, Positions, Queries, QueryPositions
 
 Place = Callable[[Tensor, Positions], Tensor]
@@ -177,29 +177,29 @@ class Side(ABC):
         recent = self.recent.dense("x")
         if place is not None:
             recent = place(recent, self._columns(recent.shape[2]) + self._starts())
-        found = queries @ recent.to(exact).transpose(-1, -2)[:, :, None]
+        found = times(queries, recent.to(exact).transpose(-1, -2))
         if not self.encoded.any():
             return found
         return self._joined(self.dots_encoded(queries, place), found, 4)
 
     def mix(self, weights: Attention) -> Outputs:
         """Sum of all tokens by these weights, (batch, kv_heads, group, queries, dim)."""
-        recent = self.recent.dense("x").to(weights.dtype)
-        encoded = self.encoded
+        encoded, lengths = self.encoded, self.recent.lengths
         total = self.mix_encoded(weights) if encoded.any() else None
-        if total is not None and not recent.shape[2]:
+        if total is not None and not lengths.any():
             return total
-        if (encoded == encoded.flat[0]).all():
+        recent = self.recent.dense("x").to(weights.dtype)
+        if alike(encoded):
             start = int(encoded.flat[0])
             tail = weights[..., start : start + recent.shape[2]]
         else:
             columns = (self._columns(recent.shape[2]) + self._starts())[:, :, None, None]
             tail = weights.gather(4, columns.clamp(max=weights.shape[4] - 1).expand(*weights.shape[:4], -1))
-        if not (self.recent.lengths == recent.shape[2]).all():
-            used = self._columns(recent.shape[2]) < torch.from_numpy(self.recent.lengths).to(weights.device)[..., None]
+        if not alike(lengths):
+            used = self._columns(recent.shape[2]) < torch.from_numpy(lengths).to(weights.device)[..., None]
             tail = torch.where(used[:, :, None, None], tail, 0)
             recent = torch.where(used[..., None], recent, 0)
-        mixed = tail @ recent[:, :, None]
+        mixed = times(tail, recent)
         return mixed if total is None else total + mixed
 
     def dots_encoded(self, queries: Queries, place: Place | None) -> Attention:
@@ -207,7 +207,7 @@ class Side(ABC):
         found = []
         for start, block in self.blocks():
             keys = block if place is None else place(block, self._columns(block.shape[2]) + start)
-            found.append(queries @ keys.to(queries.dtype).transpose(-1, -2)[:, :, None])
+            found.append(times(queries, keys.to(queries.dtype).transpose(-1, -2)))
         return torch.cat(found, 4)
 
     def mix_encoded(self, weights: Attention) -> Outputs:
@@ -218,7 +218,7 @@ class Side(ABC):
             end = min(start + block.shape[2], weights.shape[4])
             inside = self._columns(end - start) + start < encoded
             part = torch.where(inside[:, :, None, None], weights[..., start:end], 0)
-            total += part @ torch.where(inside[..., None], block[:, :, : end - start], 0).to(weights.dtype)[:, :, None]
+            total += times(part, torch.where(inside[..., None], block[:, :, : end - start], 0).to(weights.dtype))
         return total
 
     def _columns(self, count: int) -> Tensor:
@@ -232,12 +232,11 @@ class Side(ABC):
     def _joined(self, encoded: Tensor, recent: Tensor, axis: int) -> Tensor:
         """Both parts as they stand in the row, along `axis`, on which rows are filled to their own lengths."""
         counts = self.encoded
-        widest = int((counts + self.recent.lengths).max())
         most = int(counts.max())
-        encoded = encoded.narrow(axis, 0, most)
+        both = torch.cat([encoded.narrow(axis, 0, most), recent], axis)
         if (counts == most).all():
-            return torch.cat([encoded, recent], axis)
-        both = torch.cat([encoded, recent], axis)
+            return both
+        widest = int((counts + self.recent.lengths).max())
         column = self._columns(widest)
         place = torch.where(column < self._starts(), column, column - self._starts() + most).clamp(max=both.shape[axis] - 1)
         shape = [*place.shape[:2], *[1] * (both.ndim - 2)]
@@ -245,6 +244,11 @@ class Side(ABC):
         size = list(both.shape)
         size[axis] = widest
         return both.gather(axis, place.view(shape).expand(size))
+
+
+def times(lines: Tensor, matrix: Tensor) -> Tensor:
+    """(batch, kv_heads, group, queries, n) times (batch, kv_heads, n, m), which isn't copied for each query head."""
+    return (lines.flatten(2, 3) @ matrix).unflatten(2, lines.shape[2:4])
 
 
 def _tail(kept: Kept, starts: Counts, lengths: Counts) -> Kept:
