@@ -295,7 +295,7 @@ def test_bytes_are_those_of_all_storages(change):
     assert store.kv_bytes + store.offload_bytes == total == store.row_bytes.sum() + store.offload_bytes
     numbers = int(batch.seen.sum()) * HEADS
     at_least = 2 * numbers * (DIM * 4) + 2 * 4 * (numbers if level == "head" else numbers // HEADS)
-    assert (at_least <= store.offload_bytes < 2 * at_least) if batch.codec.promote else store.offload_bytes == 0
+    assert (at_least <= store.offload_bytes < 3 * at_least) if batch.codec.promote else store.offload_bytes == 0
 
 
 def test_bytes_by_the_formula():
