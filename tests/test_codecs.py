@@ -153,6 +153,10 @@ def assert_sides_equal(run):
                     np.testing.assert_array_equal(found, np.array(wanted).reshape(found.shape), name)
                 recent = exact(row_of(side.recent, "x", row, head))
                 np.testing.assert_array_equal(recent, np.array([x[head] for x in expected.full]).reshape(recent.shape))
+    for store in run.stores[1:]:  # back ends quantise alike
+        for one, other in zip(run.store.sides, store.sides, strict=True):
+            for kind, row, head in ((kind, *place) for kind in one.units.planes for place in np.ndindex(*one.encoded.shape)):
+                assert torch.equal(row_of(one.units, kind, row, head), row_of(other.units, kind, row, head)), kind
 
 
 def assert_view_equals(run):

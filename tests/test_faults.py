@@ -399,7 +399,7 @@ FAULTS = {
         ["tests/test_codecs.py"],
     ),
     "a zero lies above its group's minimum": (
-        "codecs/affine.py",
+        "kernels/packed.py",
         "return torch.where(half > numbers, lower.view(torch.half), half).clamp(min=-MOST)",
         "return half",
         ["tests/test_codecs.py"],
