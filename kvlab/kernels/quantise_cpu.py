@@ -72,8 +72,8 @@ def _scale_and_zero(low: Any, high: Any, top: Any) -> tuple[Any, Any]:
 @njit
 def _extremes(numbers: Any, low: Any, high: Any) -> None:
     """Each channel's smallest and largest number, of (tokens, dim); low is NaN where one is."""
-    low[:] = numbers[0]
-    high[:] = numbers[0]
+    for c in range(low.shape[0]):
+        low[c] = high[c] = numbers[0, c]
     for t in range(1, numbers.shape[0]):
         for c in range(low.shape[0]):
             x = numbers[t, c]
@@ -108,14 +108,16 @@ def encode(first: int, end: int, units: Any, bits: int, channels: int, code: Any
         numbers = units[u]
         _extremes(numbers, low, high)
         for group in range(scale.shape[1]):
-            part = slice(group * channels, min(dim, (group + 1) * channels))
-            least, most = low[part.start], high[part.start]
-            for c in range(part.start + 1, part.stop):
+            begin, stop = group * channels, min(dim, (group + 1) * channels)
+            least, most = low[begin], high[begin]
+            for c in range(begin + 1, stop):
                 least = low[c] if low[c] < least or low[c] != low[c] else least
                 most = high[c] if high[c] > most else most
             a, b = _scale_and_zero(least, most, top)
             scale[u, group], zero[u, group] = np.int16(a), np.int16(b)
-            high[part], low[part] = _value(a), _value(b)  # from here on each channel's scale and zero
+            step, floor = _value(a), _value(b)
+            for c in range(begin, stop):  # from here on each channel's scale and zero
+                high[c], low[c] = step, floor
         for t in range(tokens):
             for c in range(dim):
                 number = (numbers[t, c] - low[c]) / high[c]
