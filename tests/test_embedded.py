@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab import Budget, attach, load_model, make_policy
+from kvlab import Budget, attach, load_model, make_policy, policy_names
 from kvlab.embedded import is_fetched
 
 pytestmark = [
@@ -19,6 +19,8 @@ pytestmark = [
 BUDGET = 64
 LENGTHS = (100, 170, 130)
 STEPS = 24
+FAST = ("h2o", "adakv", "hashevict", "fastgen")
+"""One of each kind of policy: at each step, ragged, before attention, by profile. The others are slow."""
 SMALL = {"corm": {"obs_window": 24, "recent_window": 12}}  # by default it protects more than the budget
 
 
@@ -47,9 +49,12 @@ def prompts(embedded):
     return [row[:, :length] for row, length in zip(ids, LENGTHS, strict=True)]
 
 
-def test_a_padded_batch_equals_its_prompts_alone(policy_name, embedded, prompts):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in policy_names()]
+)
+def test_a_padded_batch_equals_its_prompts_alone(name, embedded, prompts):
     model, tokenizer = embedded
-    policy = make_policy(policy_name, **SMALL.get(policy_name, {}))
+    policy = make_policy(name, **SMALL.get(name, {}))
     batch = tokenizer.pad({"input_ids": [row[0].tolist() for row in prompts]}, return_tensors="pt")
     with attach(model, policy=policy, budget=Budget(tokens=BUDGET), tokenizer=tokenizer) as session:
         cache = session.new_cache()
