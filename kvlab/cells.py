@@ -112,9 +112,7 @@ class Cell:
         codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
         if (codec := one_codec(codecs)) is not None:
-            if protocol.simulated:
-                raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
-            codec.check_policy(policy)
+            _check_codec(codec, policy, budget, protocol)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
@@ -308,6 +306,18 @@ def _codecs(settings: Any) -> tuple[Codec, ...]:
     return tuple(
         build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)) for choice, one in settings.items()
     )
+
+
+def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
+    """Raises CodecError for a codec that can't work with the policy or under the protocol."""
+    if protocol.simulated:
+        raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
+    codec.check_policy(policy)
+    if protocol.several_turns and policy.evicts and policy.drops and not (codec.sheds or budget.unlimited):
+        raise CodecError(
+            f"codec={codec.label}: protocol {protocol.name} evicts again after tokens were encoded, and single ones can't leave "
+            "a group: use protocol=prompt, a codec that encodes each token by itself (codec=int4), or policy=full"
+        )
 
 
 def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:

@@ -85,6 +85,11 @@ def _unknown_codec_key(setting: str, arguments: Sequence[str], own: str | None) 
     choice, _, below = setting.partition(".")
     if choice in names:
         known = settings_of("codec", choice, own)
+        if below in known:  # so another choice of the sweep lacks it
+            return (
+                f"codec.{setting} goes with codec={choice} alone: run that in a command of its own with the same name=..., and "
+                "compare with `kvlab table`"
+            )
         return f"codec={choice} has no setting {below!r}{did_you_mean(below, known)}; it has: {', '.join(known)}"
     having = next((name for name in names if choice in settings_of("codec", name, own)), None)
     if having is not None:

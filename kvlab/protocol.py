@@ -48,6 +48,8 @@ class Protocol:
     name: ClassVar[str] = ""
     compresses: ClassVar[bool] = True
     """Whether a part of the prompt is read with full attention and evicted afterwards."""
+    several_turns: ClassVar[bool] = False
+    """Whether a prompt is evicted more than once."""
     simulated: ClassVar[bool] = False
     """Whether evictions are only simulated, by masks over whole texts."""
     labels: ClassVar[tuple[str, ...]] = ()
@@ -127,6 +129,7 @@ class Chunked(HoldsBack):
     chunk: int = 256
 
     name: ClassVar[str] = "chunked"
+    several_turns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,6 +59,11 @@ class Codec:
         return False
 
     @property
+    def sheds(self) -> bool:
+        """Whether encoded tokens, of each head its own, may leave when a later turn or chunk ends."""
+        return self.evictable
+
+    @property
     def pre_rope(self) -> bool:
         """Whether keys are held without their rotation."""
         return False

@@ -51,6 +51,11 @@ class Kivi(Codec):
         return self.grouping(self.key_axis if side == "keys" else self.value_axis, dim).bits_per_number
 
     @property
+    def sheds(self) -> bool:
+        """If no tokens share scales."""
+        return self.key_axis == self.value_axis == "token"
+
+    @property
     def label(self) -> str:
         """kivi2, kivi4, and what else isn't a default."""
         return super().label.replace(f"{self.name} bits={self.bits}", self.name).replace(self.name, f"kivi{self.bits}", 1)

@@ -72,6 +72,11 @@ class Qaq(Codec):
         return QaqSide(keys, self, False, kernels), QaqSide(values, self, True, kernels)
 
     @property
+    def sheds(self) -> bool:
+        """Unless heads share scales."""
+        return self.level == "head"
+
+    @property
     def watches(self) -> int:
         """The window."""
         return self.window

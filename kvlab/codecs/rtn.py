@@ -55,6 +55,11 @@ class RoundToNearest(Codec):
         return self.axis == "token" and self.residual == 0
 
     @property
+    def sheds(self) -> bool:
+        """Unless tokens share scales."""
+        return self.axis == "token"
+
+    @property
     def label(self) -> str:
         """int4, int8, and what else isn't a default."""
         return super().label.replace(f" bits={self.bits}", "").replace(self.name, f"int{self.bits}", 1)
