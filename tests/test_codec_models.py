@@ -549,6 +549,21 @@ def test_a_second_turn_that_would_break_groups_is_refused():
         Feed(session.model, feed.cache)(prompt)
 
 
+def test_heads_encoded_together_lose_the_same():
+    """Where they hold different tokens: a window takes as many of each, a later turn that would take others is refused."""
+    prompt, steps, more = talk(2, 60, 40, 20)
+    codec = make_codec("qaq", level="layer")
+    with coded("gemma3", codec, "snapkv", Budget(ratio=0.5), after_prompt="grow", obs_window=4) as session:
+        feed = feed_of(session, 2)
+        feed(prompt)
+        feed.each(steps)
+        side = stores(feed.cache)[0].sides[0]
+        first = np.arange(side.encoded.size).reshape(side.encoded.shape) + 15
+        assert (side.droppable(first) == first[:, :1] // 16 * 16).all()
+        with pytest.raises(ValueError, match="can't leave"):
+            feed(more)
+
+
 @pytest.mark.parametrize("tiny", ["llama", pytest.param("mistral_swa", marks=pytest.mark.slow)])
 def test_rolling(tiny):
     """Keys are encoded without their rotation; codes of 16 bits give what no codec gives, and so do positions in 4 bits."""
@@ -580,6 +595,18 @@ def test_memory_is_what_a_walk_finds(tiny, codec):
             assert memory.kv_bytes == sum(row.kv_bytes for row in feed.cache.memory_by_row())
             peak = max(peak, memory.kv_bytes)
             assert memory.kv_bytes_peak >= peak
+
+
+@pytest.mark.parametrize("codec", [make_codec("decoquant", block=8), make_codec("qaq"), make_codec("qaq", level="layer")], ids=str)
+def test_bookkeeping_of_all_parts_is_counted(codec):
+    """Indices and lengths of blocks, widths, outliers and windows too."""
+    prompt, steps = talk(2, 30, 10)
+    with coded("llama", codec) as session:
+        feed = feed_of(session, 2)
+        feed(prompt)
+        feed.each(steps)
+        for store in stores(feed.cache):
+            assert store.kv_bytes + store.state_bytes == sum(storages(tensors_in(store)).values())
 
 
 def test_the_peak_counts_what_waits_to_be_encoded():

@@ -201,6 +201,11 @@ class DecoSide(Side):
         """Codes, steps of tokens, and T_S."""
         return {kind: self.tokens.bytes_of(name) for name, kind in KINDS.items()} | {"factors": self.factors.bytes_of("factor")}
 
+    @property
+    def indices(self) -> list[Tensor]:
+        """Of all parts."""
+        return [*super().indices, *self.tokens.indices, *self.factors.indices]
+
     def row_bytes(self) -> np.ndarray:
         """Of each sequence."""
         tokens, factors = (planes.capacity[:, 0] * planes.slot_bytes for planes in (self.tokens, self.factors))

@@ -223,6 +223,16 @@ class QaqSide(Side):
         return total
 
     @property
+    def indices(self) -> list[Tensor]:
+        """Of all parts on the device."""
+        parts = [self.codes.groups, *self.codes.codes.values()]
+        if self.outliers is not None:
+            parts += [self.outliers.items, self.outliers.counts]
+        if self.attended is not None:
+            parts.append(self.attended.weights)
+        return [*super().indices, *(index for part in parts for index in part.indices)]
+
+    @property
     def offload_bytes(self) -> int:
         """The exact copy and its ranges."""
         return 0 if self.exact is None else sum(self.exact.bytes_of(name) for name in self.exact.planes)
@@ -245,11 +255,14 @@ class QaqSide(Side):
         other.exact = None if self.exact is None else self.exact.copy()
 
     def may_keep(self, kept: Kept) -> bool:
-        """Any tokens may leave together, since each is encoded alone."""
-        return True
+        """Whether all heads of a group lose the same; any groups may leave together, since each is encoded alone."""
+        inside = torch.arange(kept.shape[-1], device=kept.device) < torch.from_numpy(self.encoded).to(kept.device)[..., None]
+        groups = (kept & inside).unflatten(1, (-1, self.joined))
+        return bool((groups == groups[:, :, :1]).all())
 
     def droppable(self, first: Counts) -> Counts:
-        """Some at a time."""
+        """As many as all heads of a group can lose, some at a time."""
+        first = first.reshape(len(first), -1, self.joined).min(2).repeat(self.joined, 1)
         return np.where(first >= self.encoded, first, first // LEAVE * LEAVE)
 
     def keep(self, kept: Kept, limit: Counts | None) -> None:
