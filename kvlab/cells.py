@@ -315,8 +315,8 @@ def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protoco
     codec.check_policy(policy)
     if protocol.several_turns and policy.evicts and policy.drops and not (codec.sheds or budget.unlimited):
         raise CodecError(
-            f"codec={codec.label}: protocol {protocol.name} evicts again after tokens were encoded, and single ones can't leave "
-            "a group: use protocol=prompt, a codec that encodes each token by itself (codec=int4), or policy=full"
+            f"codec={codec.label}: protocol {protocol.name} evicts again after tokens were encoded, and single ones can't "
+            "leave a group: use protocol=prompt, a codec that encodes each token by itself (codec=int4), or policy=full"
         )
 
 

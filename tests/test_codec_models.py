@@ -597,7 +597,11 @@ def test_memory_is_what_a_walk_finds(tiny, codec):
             assert memory.kv_bytes_peak >= peak
 
 
-@pytest.mark.parametrize("codec", [make_codec("decoquant", block=8), make_codec("qaq"), make_codec("qaq", level="layer")], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [make_codec("decoquant", block=8), make_codec("qaq"), make_codec("qaq", level="layer")],
+    ids=lambda codec: codec.label,
+)
 def test_bookkeeping_of_all_parts_is_counted(codec):
     """Indices and lengths of blocks, widths, outliers and windows too."""
     prompt, steps = talk(2, 30, 10)
