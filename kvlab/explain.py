@@ -94,6 +94,8 @@ def _unknown_codec_key(setting: str, arguments: Sequence[str], own: str | None) 
     having = next((name for name in names if choice in settings_of("codec", name, own)), None)
     if having is not None:
         return f"codec.{setting}: settings are below the codec's name: codec.{having}.{setting}=..."
+    if preset := next((name for name in names if below and below in settings_of("codec", name, own)), None):
+        return f"codec.{setting}: settings are below the name that was chosen: codec.{preset}.{below}=..."
     if not names or below:
         return f"codec.{setting} goes with codec={choice if below else 'NAME'} (`kvlab list codecs`)"
     return f"codec={names[0]} has no setting {setting!r}; it has: {', '.join(settings_of('codec', names[0], own))}"

@@ -143,5 +143,5 @@ def _check_codec(model: PreTrainedModel, policy: Policy, codec: Codec, simulated
     if simulated:
         raise CodecError(f"a simulation holds nothing that codec {codec.name} could encode; leave out one of the two")
     codec.check_policy(policy)
-    if codec.pre_rope and (reason := no_rolling(model)):
+    if codec.pre_rope and (reason := no_rolling(model, "rope=post" if hasattr(codec, "rope") else "another codec")):
         raise CodecError(f"codec {codec.name} holds keys without their rotation, which {reason}")

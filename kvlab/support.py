@@ -50,18 +50,18 @@ def check_model(model: PreTrainedModel) -> tuple[LayerGeometry, ...]:
     return geometry(config, model.dtype.itemsize)
 
 
-def no_rolling(model: PreTrainedModel) -> str | None:
-    """Why a model's keys can't be rotated by their place in the cache, if so, and what to do."""
+def no_rolling(model: PreTrainedModel, instead: str = "rolling=false") -> str | None:
+    """Why a model's keys can't be held without their rotation, if so, and what to use instead."""
     config = model.config.get_text_config(decoder=True)
     if config.model_type not in ROLLING_FAMILIES:
         return (
             f"needs rotary positions in every layer, which model type {config.model_type!r} isn't known to have; use "
-            f"rolling=false or one of: {', '.join(ROLLING_FAMILIES)}"
+            f"{instead} or one of: {', '.join(ROLLING_FAMILIES)}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if changing := kinds & {"dynamic", "longrope"}:
-        return f"can't be: rotary tables of type {', '.join(sorted(changing))} change with the length; use rolling=false"
+        return f"can't be: rotary tables of type {', '.join(sorted(changing))} change with the length; use {instead}"
     return None
 
 

@@ -34,7 +34,8 @@ CASES = {
     "codec": (["codec=kivi3"], "codec=kivi3: there is no such choice (did you mean kivi"),
     "setting of a codec": (["policy=full", "codec=kivi2", "codec.kivi2.residul=32"], "did you mean residual"),
     "setting beside a codec": (["policy=full", "codec=kivi2", "codec.residual=32"], "codec.kivi2.residual=..."),
-    "setting of another codec": (["policy=full", "codec=kivi2", "codec.int4.group=8"], "codec.int4.group goes with codec=int4"),
+    "setting of another codec": (["policy=full", "codec=kivi2", "codec.int4.bit=8"], "codec.int4.bit goes with codec=int4"),
+    "setting below a preset": (["policy=full", "codec=kivi2", "codec.kivi.residual=32"], "codec.kivi2.residual=..."),
     "setting of one of two codecs": (
         ["policy=full", "codec=none,kivi2", "codec.kivi2.residual=32"],
         "codec.kivi2.residual goes with codec=kivi2 alone",

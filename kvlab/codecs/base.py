@@ -89,8 +89,8 @@ class Codec:
         if not self.evictable and drops_after_prompt(policy):
             grow = "policy.after_prompt=grow, " if hasattr(policy, "after_prompt") else ""
             raise CodecError(
-                f"codec {self.name} encodes tokens in groups, and policy {policy.name} drops single tokens at decode steps, "
-                f"which can't leave a group: use {grow}a codec that encodes each token by itself (codec=int4), or policy=full"
+                f"codec {self.label} encodes tokens in groups or lets them wait, and policy {policy.name} drops single tokens "
+                f"at decode steps: use {grow}a codec that encodes each token by itself at once (codec=int4), or policy=full"
             )
 
 
