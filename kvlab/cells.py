@@ -233,6 +233,7 @@ class Cell:
         own = {
             "grow": not self.policy.holds_budget_after_prompt,
             "nothing leaves": self.policy.evicts and not self.policy.drops,
+            "copy on the CPU": any(codec.offloads for codec in self.codecs),
         }
         return [*self.protocol.labels, *(name for name, holds in own.items() if holds)]
 

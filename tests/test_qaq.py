@@ -17,6 +17,7 @@ from kvlab.analyze.setup import pieces
 from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.voters import Voters
 from kvlab.calibrate.qaq import query_norms
+from kvlab.cells import Cell
 from kvlab.codecs import CodecError, make_codec
 from kvlab.codecs.qaq import Qaq
 from kvlab.evals.texts import embedded_text
@@ -527,6 +528,15 @@ def test_policies_that_fit_and_that_do_not():
 def test_settings_that_can_not_be(settings, message):
     with pytest.raises(CodecError, match=message):
         make_codec("qaq", **settings)
+
+
+def test_results_say_that_there_is_a_copy():
+    config = {
+        "model": {"name": "tiny-llama", "tiny": "llama"}, "policy": {"name": "full"}, "task": {"name": "perplexity"},
+        "protocol": {"name": "prompt"}, "logger": {"name": "none"}, "name": "x",
+    }  # fmt: skip
+    for promote, labels in ((True, ["copy on the CPU"]), (False, [])):
+        assert Cell.of({**config, "codec": {"qaq": {"name": "qaq", "promote": promote}}}).labels == labels
 
 
 # ----------------------------------------------------------------------------------------------------- calibration

@@ -69,6 +69,11 @@ class Codec:
         return False
 
     @property
+    def offloads(self) -> bool:
+        """Whether the host's memory holds copies, which the bytes of keys and values don't count."""
+        return False
+
+    @property
     def watches(self) -> int:
         """How many of the last queries' attention the sides are shown, 0 for none."""
         return 0

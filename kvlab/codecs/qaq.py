@@ -77,6 +77,11 @@ class Qaq(Codec):
         return self.level == "head"
 
     @property
+    def offloads(self) -> bool:
+        """The exact copy."""
+        return self.promote
+
+    @property
     def watches(self) -> int:
         """The window."""
         return self.window
