@@ -94,7 +94,7 @@ def attach(
     """
     if share is not None:
         raise ValueError("share is not available yet; leave it out")
-    coding = one_codec((codec,) if isinstance(codec, Codec) else tuple(codec))
+    coding = one_codec((codec,) if isinstance(codec, Codec | str) else tuple(codec))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     if simulation is not None and policy.evicts:

@@ -11,7 +11,7 @@ from kvlab.bench.setup import load
 from kvlab.bench.timing import Line, alternate
 from kvlab.cli import main
 
-SMALL = ["--model", "tiny-llama", "--lengths", "192,256", "--batch", "2", "--repeats", "1"]
+SMALL = ["--model", "tiny-llama", "--lengths", "192", "--batch", "2", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)

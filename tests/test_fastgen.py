@@ -128,6 +128,7 @@ for seed in SEEDS:
 """
 
 
+@pytest.mark.slow
 def test_two_prompts_in_one_process_equal_two_processes():
     def lines(seeds):
         script = SCRIPT.replace("SEEDS", repr(seeds))

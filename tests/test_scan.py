@@ -258,7 +258,7 @@ def test_a_class_that_chooses_otherwise_has_no_inherited_rule():
 
     @dataclass(frozen=True)
     class Patient(CORM):
-        window: int = 9
+        obs_window: int = 9
 
     @dataclass(frozen=True)
     class Other(Everything, CORM):

@@ -143,6 +143,9 @@ def make_codec(name: str, **settings: object) -> Codec:
 
 def one_codec(codecs: Sequence[Codec]) -> Codec | None:
     """The codec of a list, None for an empty one. Raises CodecError for several, which can't be chained."""
+    for codec in codecs:
+        if not isinstance(codec, Codec):
+            raise CodecError(f"codec={codec!r}: pass a codec, such as make_codec('kivi', bits=2)")
     if len(codecs) > 1:
         raise CodecError(f"codec={[codec.name for codec in codecs]}: these can't be chained; give one")
     return codecs[0] if codecs else None
