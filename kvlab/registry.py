@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvlab.hints import did_you_mean
 
@@ -32,6 +34,12 @@ class Registry(Generic[Kind]):
         if params is None or not params.frozen:
             raise self.error(f"{self.kind} {name!r}: put @dataclass(frozen=True) below @{self.decorator}({name!r})")
 
+    def add(self, name: str, cls: type[Any]) -> None:
+        """Make a class known by this name, which it is told. Raises the error as `check` does."""
+        self.check(name, cls)
+        cls.name = name
+        self.classes[name] = cls
+
     def names(self) -> list[str]:
         """All names, those of installed plug-ins included."""
         if not self.plugins_loaded:
@@ -46,3 +54,13 @@ class Registry(Generic[Kind]):
         if name not in self.classes:
             raise self.error(f"unknown {self.kind} {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}")
         return self.classes[name]
+
+    def make(self, name: str, settings: Mapping[str, object]) -> Kind:
+        """An instance by name. Raises the error on an unknown name or setting, or a wrong value."""
+        cls: Any = self.find(name)
+        known = [field.name for field in dataclasses.fields(cls) if field.init]
+        for setting in settings:
+            if setting not in known:
+                hint = did_you_mean(setting, known)
+                raise self.error(f"{self.kind} {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
+        return cls(**settings)

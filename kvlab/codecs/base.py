@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvlab.budget import LayerGeometry
 from kvlab.codecs.side import Side
-from kvlab.hints import did_you_mean
 from kvlab.kernels.dispatch import Kernels
 from kvlab.policies.base import Policy
 from kvlab.registry import Registry
@@ -112,9 +111,7 @@ def register_codec(name: str) -> Callable[[CodecType], CodecType]:
     """Class decorator: make a codec known by `name`. Raises CodecError if another module's codec has that name."""
 
     def add(cls: CodecType) -> CodecType:
-        CODECS.check(name, cls)
-        cls.name = name
-        CODECS.classes[name] = cls
+        CODECS.add(name, cls)
         return cls
 
     return add
@@ -132,13 +129,7 @@ def codec_class(name: str) -> type[Codec]:
 
 def make_codec(name: str, **settings: object) -> Codec:
     """A codec by name with its settings. Raises CodecError on an unknown name or setting, or a wrong value."""
-    cls = codec_class(name)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    for setting in settings:
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise CodecError(f"codec {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
-    return cls(**settings)
+    return CODECS.make(name, settings)
 
 
 def one_codec(codecs: Sequence[Codec]) -> Codec | None:

@@ -214,9 +214,7 @@ def register_task(name: str) -> Callable[[TaskType], TaskType]:
     """Class decorator: make a task known by `name`. Raises SettingError if another module's task has that name."""
 
     def add(cls: TaskType) -> TaskType:
-        TASKS.check(name, cls)
-        cls.name = name
-        TASKS.classes[name] = cls
+        TASKS.add(name, cls)
         return cls
 
     return add

@@ -6,7 +6,6 @@ A policy is a frozen dataclass registered by name. Its fields are its settings (
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import sys
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.hints import did_you_mean
 from kvlab.kernels.contract import ScanRule
 from kvlab.registry import Registry
 from kvlab.selection import assign_tiers
@@ -245,8 +243,7 @@ def register(name: str) -> Callable[[PolicyType], PolicyType]:
             raise PolicyError(f"policy {name!r} needs {', '.join(unknown)}; what there is: {', '.join(sorted(NEEDS))}")
         if taken := (NEEDS | {RANK, SCORE}) & set(cls.state):
             raise PolicyError(f"policy {name!r}: state {', '.join(taken)} is a name of kvlab's own; choose another")
-        cls.name = name
-        POLICIES.classes[name] = cls
+        POLICIES.add(name, cls)
         return cls
 
     return add
@@ -264,13 +261,7 @@ def policy_class(name: str) -> type[Policy]:
 
 def make_policy(name: str, **settings: object) -> Policy:
     """A policy by name with its settings. Raises PolicyError on an unknown name or setting, or a wrong value."""
-    cls = policy_class(name)
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    for setting in settings:
-        if setting not in known:
-            hint = did_you_mean(setting, known)
-            raise PolicyError(f"policy {name} has no setting {setting!r}{hint}; it has: {', '.join(known)}")
-    return cls(**settings)  # type: ignore[arg-type]
+    return POLICIES.make(name, settings)
 
 
 def import_modules(modules: Sequence[str]) -> None:
