@@ -47,7 +47,7 @@ def bytes_of(model, policy, holds):
     return sum(map(sum, holds)) * token_bytes_of(model, policy)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "ratio", "bytes"])
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("ratio", marks=pytest.mark.slow), "bytes"])
 def test_held_bytes(policy_name, family, model, kind):
     policy = policy_for(family, policy_name)
     one = token_bytes_of(model, policy)

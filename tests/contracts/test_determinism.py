@@ -32,7 +32,14 @@ def test_the_same_again(policy_name, family, model):
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("sample_ids", [None, ["a", "b", "c"], [5, 2**40, 7]], ids=["none", "names", "numbers"])
+@pytest.mark.parametrize(
+    "sample_ids",
+    [
+        pytest.param(None, id="none"),
+        pytest.param(["a", "b", "c"], id="names", marks=pytest.mark.slow),
+        pytest.param([5, 2**40, 7], id="numbers"),
+    ],
+)
 def test_batch_and_order_change_nothing(policy_name, family, model, sample_ids):
     rows, answers = zip(*[talk(1, count, 3, seed=count) for count in (90, 81, 77)], strict=True)
 

@@ -41,7 +41,14 @@ def stock_conversation():
     return of
 
 
-@pytest.mark.parametrize("budget", [UNREACHABLE, Budget(), Budget(ratio=1.0)], ids=["tokens", "none", "ratio"])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(UNREACHABLE, id="tokens"),
+        pytest.param(Budget(), id="none", marks=pytest.mark.slow),
+        pytest.param(Budget(ratio=1.0), id="ratio"),
+    ],
+)
 def test_logits_equal_the_stock_cache(policy_name, family, model, budget, stock_conversation):
     with attached(model, family, policy_name, budget) as session:
         cache = session.new_cache()
