@@ -12,9 +12,12 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from kvlab.evals.harness.source import find_source, load_leaves, quiet
 from kvlab.lm_eval_model import register
@@ -26,7 +29,10 @@ TOLERANCE = 1e-3
 def compare(
     name: str, limit: int | None, model: str = "smollm2-135m", max_length: int = 2048, batch: int = 8
 ) -> dict[str, Any]:
-    """Largest and mean difference of log-likelihoods, both sides' metrics, and seconds, of one task."""
+    """Largest and mean difference of log-likelihoods, both sides' metrics, and seconds, of one task.
+
+    Both sides answer a few documents in turn, so that an interrupted comparison still says what it saw.
+    """
     from lm_eval.models.huggingface import HFLM
 
     leaves = load_leaves(find_source([name], None, None, "skip"), 0)
@@ -36,39 +42,71 @@ def compare(
         theirs = HFLM(pretrained=ours.bench.model, tokenizer=ours.tokenizer, max_length=max_length, batch_size=batch)
         for leaf in leaves.values():
             leaf.build_all_requests(limit=limit)
-    sides = [_answers(lm, leaves) for lm in (ours, theirs)]
-    (mine, my_metrics, my_s), (other, their_metrics, their_s) = sides
+    sides = [Side(ours), Side(theirs)]
+    work = list(_some_documents(leaves, 1 if rolling else 64))
+    try:
+        for leaf, instances in tqdm(work, desc=name, unit="part", disable=None, leave=False):
+            answers = [side.ask(instances) for side in sides]
+            for side, found in zip(sides, answers, strict=True):
+                side.take(leaf, instances, found)
+    except KeyboardInterrupt:
+        if not sides[0].values:
+            raise
+    mine, other = (side.loglikelihoods for side in sides)
     gaps = [abs(a - b) for a, b in zip(mine, other, strict=True)]
+    aggregate = next(iter(leaves.values())).aggregation()
+    metrics = [{key: float(aggregate[key](items)) for key, items in side.values.items()} for side in sides]
     return {
         "task": name,
-        "documents": sum(len({instance.doc_id for instance in leaf.instances}) for leaf in leaves.values()),
+        "documents": len(next(iter(sides[0].values.values()))),
         "requests": len(gaps),
         "largest": max(gaps),
         "mean": sum(gaps) / len(gaps),
         "largest |logprob|": max(map(abs, other)),
-        "kvlab": my_metrics,
-        "lm-eval": their_metrics,
-        "kvlab_s": my_s,
-        "lm_eval_s": their_s,
+        "kvlab": metrics[0],
+        "lm-eval": metrics[1],
+        "kvlab_s": sides[0].seconds,
+        "lm_eval_s": sides[1].seconds,
     }
 
 
-def _answers(lm: Any, leaves: dict[str, Any]) -> tuple[list[float], dict[str, float], float]:
-    """Log-likelihoods of all requests, metrics, and seconds."""
-    start, found = time.perf_counter(), []
-    values: dict[str, list[Any]] = {}
+def _some_documents(leaves: dict[str, Any], count: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Requests of each task, all of some documents at a time."""
     for leaf in leaves.values():
+        by_doc: dict[int, list[Any]] = {}
+        for instance in leaf.instances:
+            by_doc.setdefault(instance.doc_id, []).append(instance)
+        documents = list(by_doc.values())
+        for start in range(0, len(documents), count):
+            yield leaf, [instance for document in documents[start : start + count] for instance in document]
+
+
+@dataclass
+class Side:
+    """One of the two that answer: its log-likelihoods, the values of each document, and its seconds."""
+
+    lm: Any
+    loglikelihoods: list[float] = field(default_factory=list)
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def ask(self, instances: list[Any]) -> list[Any]:
+        """The answers to some requests."""
+        start = time.perf_counter()
         with torch.inference_mode(), quiet():
-            answers = getattr(lm, leaf.instances[0].request_type)(leaf.instances, disable_tqdm=True)
-        found += [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+            answers = getattr(self.lm, instances[0].request_type)(instances, disable_tqdm=True)
+        self.seconds += time.perf_counter() - start
+        return answers
+
+    def take(self, leaf: Any, instances: list[Any], answers: list[Any]) -> None:
+        """Remember them."""
+        self.loglikelihoods += [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
         by_doc: dict[int, tuple[Any, list[Any]]] = {}
-        for instance, answer in zip(leaf.instances, answers, strict=True):
+        for instance, answer in zip(instances, answers, strict=True):
             by_doc.setdefault(instance.doc_id, (instance.doc, []))[1].append(answer)
         for doc, results in by_doc.values():
             for metric, value in leaf.process_results(doc, results).items():
-                values.setdefault(metric, []).append(value)
-    aggregate = next(iter(leaves.values())).aggregation()
-    return found, {name: float(aggregate[name](items)) for name, items in values.items()}, time.perf_counter() - start
+                self.values.setdefault(metric, []).append(value)
 
 
 def agrees(row: dict[str, Any]) -> bool:
