@@ -65,6 +65,14 @@ def no_rolling(model: PreTrainedModel, instead: str = "rolling=false") -> str | 
     return None
 
 
+def rotates(model: PreTrainedModel) -> bool:
+    """Whether a model rotates keys and queries by their positions, in this or in a way that kvlab doesn't know."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None):
+        return True
+    return any("Rotary" in type(module).__name__ for module in model.modules())
+
+
 def _other_cache(config: Any) -> str | None:
     """Why a model's cache is not one of keys and values for each layer and token, if so."""
     if not getattr(config, "num_attention_heads", None):
