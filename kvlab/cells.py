@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from kvlab.artefacts import Calibrated, find_for
 from kvlab.budget import Budget, BudgetError
 from kvlab.codecs import Codec, CodecError, codec_class, one_codec
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
-from kvlab.models import ModelSpec, spec_from_config
+from kvlab.models import ModelSpec, model_names, spec_from_config
 from kvlab.outline import device_of, dtype_of, fingerprint
 from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
@@ -51,6 +52,7 @@ GROUPS = (
 )
 KEYS = (*GROUPS, "name", "output_dir", "seed")
 """Top-level keys of a config."""
+Method = TypeVar("Method", bound=Calibrated)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Cell:
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
         budget = _budget(config.get("budget") or {}, policy)
-        codecs = _codecs(config.get("codec"))
+        model = _model(config.get("model"), runtime)
+        codecs = _codecs(config.get("codec"), model)
         protocol.check(policy, budget)
         if (codec := one_codec(codecs)) is not None:
             _check_codec(codec, policy, budget, protocol)
@@ -117,7 +120,7 @@ class Cell:
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
             seed=_seed(config.get("seed", 0)),
-            model=_model(config.get("model"), runtime),
+            model=model,
             policy=policy,
             budget=budget,
             codecs=codecs,
@@ -295,7 +298,7 @@ def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _codecs(settings: Any) -> tuple[Codec, ...]:
+def _codecs(settings: Any, model: ModelSpec) -> tuple[Codec, ...]:
     """Codecs in the order in which they are chosen; each has its settings below its own name."""
     if not settings:
         return ()
@@ -305,8 +308,18 @@ def _codecs(settings: Any) -> tuple[Codec, ...]:
             f"codec={settings!r}: choose with codec=NAME; its settings are below the name, such as codec.kivi2.residual=32"
         )
     return tuple(
-        build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)) for choice, one in settings.items()
+        _settled(build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)), f"codec.{choice}", model)
+        for choice, one in settings.items()
     )
+
+
+def _settled(method: Method, where: str, model: ModelSpec) -> Method:
+    """With the artefact that fits the model's files, where one is needed. Raises ArtefactError where there is none."""
+    if not method.calibrated:
+        return method
+    named = model.name if model.name in model_names() else model.source  # as `kvlab calibrate` takes it
+    found = find_for(method, where, model=named, fingerprint=fingerprint(model))
+    return dataclasses.replace(method, artefact=found.key)  # type: ignore[type-var]
 
 
 def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
   kvlab bench decode                                         speed against transformers' own cache
   kvlab analyze heads                                        what a model's attention looks like
-  kvlab calibrate qaq                                        what a codec must know of a model
+  kvlab calibrate qaq                                        what a method must know of a model
   kvlab doctor                                               what this machine can run, and why not
 """
 
@@ -165,12 +165,10 @@ def _parser() -> argparse.ArgumentParser:
     scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
     scoring.add_argument("what", metavar="WHAT", help="longbench, alpaca, helm")
     scoring.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with them")
-    scoring.add_argument(
-        "-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="an option of the benchmark's"
-    )
+    _add_settings(scoring, "the benchmark's")
 
     listing = add("list", _list, "list what there is, one name a line")
-    listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
+    listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments", "artefacts"])
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
     _add_own(listing)
 
@@ -186,10 +184,11 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
 
-    calibrate = add("calibrate", _calibrate, "measure what a codec must know of a model", CALIBRATE_EXAMPLES)
-    calibrate.add_argument("what", metavar="CODEC", help="qaq")
+    calibrate = add("calibrate", _calibrate, "measure what codecs and sharing must know of a model", CALIBRATE_EXAMPLES)
+    calibrate.add_argument("what", metavar="WHAT", help="qaq")
     _add_model(calibrate)
-    _add_text(calibrate)
+    _add_text(calibrate, by_default=False)
+    _add_settings(calibrate, "the measurement's")
 
     harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
     harness.usage = "kvlab lm_eval --model kvlab --model_args KEY=VALUE,... --tasks TASK ... [lm-eval's own options]"
@@ -212,10 +211,18 @@ def _add_analyze(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def _add_text(command: argparse.ArgumentParser) -> None:
+def _add_text(command: argparse.ArgumentParser, *, by_default: bool = True) -> None:
+    tokens, texts = (1024, 1) if by_default else (None, None)
+    said = ("1024", "1") if by_default else ("as the method says", "as the method says")
     command.add_argument("--file", help="a text, or a table with a column `text` (default: prose that comes with Python)")
-    command.add_argument("--tokens", type=_positive, default=1024, help="of each text (default: 1024)")
-    command.add_argument("--texts", type=_positive, default=1, help="pieces that the text is cut into (default: 1)")
+    command.add_argument("--tokens", type=_positive, default=tokens, help=f"of each text (default: {said[0]})")
+    command.add_argument(
+        "--texts", type=_positive, default=texts, help=f"pieces that are cut from the text (default: {said[1]})"
+    )
+
+
+def _add_settings(command: argparse.ArgumentParser, whose: str) -> None:
+    command.add_argument("-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help=f"an option of {whose}")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -292,10 +299,15 @@ def _score(options: argparse.Namespace) -> int:
     from kvlab.score import SCORES
 
     _check_what("benchmark", [options.what], SCORES)
+    print(SCORES[options.what](options.paths, _settings(options)))
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """What `-o` gives. Raises ValueError where one isn't NAME=VALUE."""
     if wrong := next((setting for setting in options.settings if "=" not in setting), None):
         raise ValueError(f"-o {wrong}: use NAME=VALUE")
-    print(SCORES[options.what](options.paths, dict(setting.split("=", 1) for setting in options.settings)))
-    return 0
+    return dict(setting.split("=", 1) for setting in options.settings)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -307,7 +319,7 @@ def _list(options: argparse.Namespace) -> int:
 
         print(policy_table([policy_class(name) for name in policy_names()]))
         return 0
-    rows = _described(options.what, options.config_dir)
+    rows = _artefacts() if options.what == "artefacts" else _described(options.what, options.config_dir)
     if rows:
         print(_markdown([options.what, "what it is"], rows) if options.markdown else _columns(rows))
     return 0
@@ -324,6 +336,16 @@ def _described(what: str, own: str | None) -> list[tuple[str, str]]:
     find: dict[str, Callable[[str], type]] = {"policy": policy_class, "codec": codec_class, "task": task_class}
     found = choices(group, own)
     return [(name, summary(find[group](name)) if path is None else _about(path)) for name, path in found.items()]
+
+
+def _artefacts() -> list[tuple[str, str]]:
+    """What calibrations have left, the newest first; then files that are damaged."""
+    from kvlab.artefacts import artefacts, damaged
+
+    found = [
+        (one.key, f"{one.kind} of {one.about['model']}, {one.made[:10]}, {one.origin}; use: {one.use}") for one in artefacts()
+    ]
+    return [*found, *((path.stem, f"damaged: {fault}; delete {path}") for path, fault in damaged().items())]
 
 
 def _about(path: Path) -> str:
@@ -380,12 +402,16 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    import yaml  # type: ignore[import-untyped]
+
     from kvlab.analyze import load
-    from kvlab.calibrate import CALIBRATIONS, run_calibration
+    from kvlab.calibrate import CALIBRATIONS, make_calibration, run_calibration
 
     _check_what("calibration", [options.what], CALIBRATIONS)
-    given = {name: getattr(options, name) for name in ("file", "tokens", "texts")}
-    run_calibration(options.what, load(options.model, options.device, options.dtype, **given), print)
+    calibration = make_calibration(options.what, {name: yaml.safe_load(value) for name, value in _settings(options).items()})
+    tokens, texts = options.tokens or calibration.tokens, options.texts or calibration.texts
+    setup = load(options.model, options.device, options.dtype, file=options.file, tokens=tokens, texts=texts, held_out=True)
+    run_calibration(options.what, calibration, setup, print)
     return 0
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import filelock
 import yaml  # type: ignore[import-untyped]
 
+from kvlab.files import write_whole
+
 SCHEMA = 1
 """Layout of result.json."""
 
@@ -128,13 +130,3 @@ def read_records(file: Path) -> tuple[list[Record], int]:
 def as_lines(records: Sequence[Record]) -> str:
     """Samples as they stand in a file."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers and later attempts see all of it or what was there before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

@@ -576,13 +576,13 @@ def test_calibrate_says_what_to_use_and_keeps_it(tmp_path, monkeypatch, capsys):
     assert (code, err) == (0, "")
     (file,) = (tmp_path / "calibration").iterdir()
     content = json.loads(file.read_text())
-    ids = pieces(embedded_text().text, tiny_tokenizer(), 40, 1)[0]
+    ids = pieces(embedded_text().text, tiny_tokenizer(), 40, 1, from_end=True)[0]
     norms = sorted(norm for layer in stock_norms(tiny_model("llama"), ids) for norm in layer)
     place = 0.9 * (len(norms) - 1)
     decile = norms[int(place)] + (place % 1) * (norms[int(place) + 1] - norms[int(place)])
-    assert content["settings"]["q_norm"] == pytest.approx(decile, rel=1e-3)
-    assert f"codec.qaq.q_norm={content['settings']['q_norm']}" in out and str(file) in out
-    assert make_codec("qaq", **content["settings"]).label.startswith("qaq q_norm=")
+    assert content["content"]["q_norm"] == pytest.approx(decile, rel=1e-3)
+    assert f"codec.qaq.q_norm={content['content']['q_norm']}" in out and str(file) in out
+    assert make_codec("qaq", q_norm=content["content"]["q_norm"]).label.startswith("qaq q_norm=")
     kvlab(*CALIBRATE)
     assert len(list(file.parent.iterdir())) == 1, "the same again"
     kvlab(*CALIBRATE, "--texts", "2")

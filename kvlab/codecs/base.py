@@ -34,6 +34,12 @@ class Codec:
     name: ClassVar[str] = ""
     joint: ClassVar[bool] = False
     """Whether the heads of a layer are encoded together, so that they must hold the same tokens."""
+    calibrated: ClassVar[str] = ""
+    """Kind of artefact that it needs (`kvlab.artefacts`); such a codec has a setting `artefact: str | None = None`."""
+    calibrated_by: ClassVar[tuple[str, ...]] = ()
+    """Settings with which the artefact must have been made."""
+    calibrated_version: ClassVar[int] = 1
+    """Of the artefact."""
 
     def __post_init__(self) -> None:
         check(self, f"codec {self.name}", CodecError)
