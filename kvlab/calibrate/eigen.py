@@ -17,11 +17,13 @@ from tqdm import tqdm
 
 from kvlab.analyze.setup import Setup
 from kvlab.cache import KVCache
+from kvlab.cache.encoded import EncodedStore
 from kvlab.calibrate.base import Calibration, Measured
 from kvlab.calibrate.bases import Directions, candidates, kq_bases, outer, svd_bases
 from kvlab.calibrate.layers import Again, replayed
 from kvlab.codecs.base import CodecError
 from kvlab.codecs.basis import Basis
+from kvlab.codecs.chain import chain
 from kvlab.codecs.eigen import Point, Projected, projection, within
 from kvlab.policies import make_policy
 from kvlab.session import attach
@@ -118,12 +120,13 @@ def sums_of(model: Any, texts: Sequence[Tensor], rotary: bool) -> list[Sums]:
     cache: KVCache
 
     def watch(step: Step) -> None:
-        keys, queries = step.keys, step.queries.flatten(1, 2)  # (1, heads, tokens, dim)
+        layer, keys, queries = cache.layers[step.layer_idx], step.keys, step.queries.flatten(1, 2)  # (1, heads, tokens, dim)
         if rotary:
-            store = cache.layers[step.layer_idx].store
-            keys = store.table.undo(keys, step.positions)
-            queries = store.table.undo(queries, step.query_positions[:, None].expand(queries.shape[:3]))
-        queries = queries.view(keys.shape[1], -1, keys.shape[3])  # (kv_heads, group * tokens, dim)
+            assert isinstance(layer.store, EncodedStore) and layer.store.table is not None
+            keys = layer.store.table.undo(keys, step.positions)
+            queries = layer.store.table.undo(queries, step.query_positions[:, None].expand(queries.shape[:3]))
+        scale = layer.rule.scaling * keys.shape[3] ** 0.5  # OPT scales its queries itself
+        queries = scale * queries.reshape(keys.shape[1], -1, keys.shape[3])  # (kv_heads, group * tokens, dim)
         new = Sums(outer(keys[0]), outer(queries), outer(step.values[0]), keys.shape[2])
         before = found.get(step.layer_idx)
         if before is not None:
@@ -148,30 +151,42 @@ def sums_of(model: Any, texts: Sequence[Tensor], rotary: bool) -> list[Sums]:
 def curves_of(
     model: Any, texts: Sequence[Tensor], layers: Sequence[LayerDirections], rotary: bool, floor: float
 ) -> list[list[Point]]:
-    """Of each layer the relative error of its output, inputs being the model's own, for ever fewer directions."""
+    """Of each layer the relative error of its output for ever fewer directions."""
     first = 1.0 if rotary else 0.98  # as in the released code
     tried = [candidates(layer.keys.sigma, layer.values.sigma, first, floor) for layer in layers]
-    lost: dict[tuple[int, int, int], Tensor] = {}
+    ranks = [list(dict.fromkeys(tuple(ranks) for _, *ranks in some)) for some in tried]
+    errors = errors_of(model, texts, layers, ranks, rotary)
+    return [[Point(*one, error[one[1:]]) for one in some] for some, error in zip(tried, errors, strict=True)]
+
+
+def errors_of(
+    model: Any,
+    texts: Sequence[Tensor],
+    layers: Sequence[LayerDirections],
+    ranks: Sequence[Sequence[tuple[int, int]]],
+    rotary: bool,
+) -> list[dict[tuple[int, int], float]]:
+    """Of each layer ||Y - Y~|| / ||Y|| of its output over all texts for these numbers of directions, inputs being exact."""
+    lost: list[dict[tuple[int, int], Tensor]] = [{} for _ in layers]
 
     def show(index: int, output: Tensor, again: Again) -> None:
         exact = output.double()
-        for ranks in dict.fromkeys((keys, values) for _, keys, values in tried[index]):
-            codec = Projected(rotary, {index: layers[index].first(*ranks)})
+        for some in ranks[index]:
+            codec = chain([Projected(rotary, {index: layers[index].first(*some)})])
             found = again(KVCache(replace(session.plan, codec=codec))).double()
             sums = torch.stack([(found - exact).square().sum(), exact.square().sum()]).cpu()
-            lost[index, *ranks] = lost.get((index, *ranks), 0) + sums
+            lost[index][some] = lost[index].get(some, 0) + sums
         bar.update()
 
     with (
         torch.inference_mode(),
         attach(model, make_policy("full")) as session,
         replayed(model, show),
-        tqdm(total=len(texts) * len(layers), desc="ranks", unit="layer", disable=None, leave=False) as bar,
+        tqdm(total=len(texts) * len(layers), desc="errors", unit="layer", disable=None, leave=False) as bar,
     ):
         for text in texts:
             model(text, cache=session.new_cache(), logits_to_keep=1)
-    errors = {key: float((sums[0] / sums[1]).sqrt()) for key, sums in lost.items()}
-    return [[Point(*one, errors[index, *one[1:]]) for one in some] for index, some in enumerate(tried)]
+    return [{some: float((sums[0] / sums[1]).sqrt()) for some, sums in found.items()} for found in lost]
 
 
 def told(curves: Sequence[Sequence[Point]], layers: Sequence[LayerDirections]) -> tuple[str, ...]:
