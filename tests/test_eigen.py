@@ -35,7 +35,7 @@ def models(*fast):
 
 
 @functools.cache
-def directions(tiny, basis="svd"):
+def directions(tiny, basis):
     """What calibration finds of each layer."""
     model = shared_model(tiny)
     return [sums.directions(basis, rotates(model)) for sums in sums_of(model, TEXTS, rotates(model))]
@@ -76,7 +76,7 @@ def test_bases_are_those_of_the_vectors_stacked():
 def test_products_lose_least_by_kq(basis):
     generator = torch.Generator().manual_seed(1)
     keys, queries = (torch.randn(1, 200, 8, generator=generator) @ torch.randn(8, 8, generator=generator) for _ in range(2))
-    exact = (queries @ keys.mT).double()[0]
+    exact = (queries.double() @ keys.double().mT)[0]
     found = kq_bases(outer(keys), outer(queries), 200) if basis == "kq" else svd_bases(outer(keys) + outer(queries))
     torch.testing.assert_close(found.down @ found.up, torch.eye(8).double()[None], rtol=0, atol=1e-9)
     sigma = torch.linalg.svdvals(exact)
@@ -88,12 +88,12 @@ def test_products_lose_least_by_kq(basis):
 
 def test_directions_that_keys_do_not_have_are_held_as_they_are():
     generator = torch.Generator().manual_seed(2)
-    flat = torch.randn(1, 50, 5, generator=generator) @ torch.randn(5, 8, generator=generator)
+    flat = torch.randn(1, 50, 5, generator=generator).double() @ torch.randn(5, 8, generator=generator).double()
     found = kq_bases(outer(flat), outer(torch.randn(1, 50, 8, generator=generator)), 50)
     other = torch.randn(3, 8, generator=generator).double()
     torch.testing.assert_close(other @ found.down[0] @ found.up[0], other, rtol=0, atol=1e-9)
-    five = flat.double() @ found.down[..., :5] @ found.up[:, :5]
-    torch.testing.assert_close(five, flat.double(), rtol=0, atol=1e-9)
+    five = flat @ found.down[..., :5] @ found.up[:, :5]
+    torch.testing.assert_close(five, flat, rtol=0, atol=1e-9)
 
 
 def test_ranks_are_counted_below_the_share():
@@ -154,7 +154,7 @@ def test_sums_are_of_what_the_projections_give(tiny):
 @pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
 def test_errors_are_those_of_one_layer_alone(tiny):
     model, rotary = shared_model(tiny), rotates(shared_model(tiny))
-    outputs, ranks = [], [(16, 16), (9, 12)]
+    outputs, ranks, layers = [], [(16, 16), (9, 12)], directions(tiny, "svd")
     handle = decoder_layers(model)[1].register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     for codec in ([], *([projected(tiny, *some, layers=[1])] for some in ranks)):
         with session_of(tiny, codec) as session:
@@ -163,9 +163,9 @@ def test_errors_are_those_of_one_layer_alone(tiny):
     handle.remove()
     exact, *others = (torch.cat(outputs[first : first + 2]) for first in (0, 2, 4))
     expected = [float((other - exact).norm() / exact.norm()) for other in others]
-    found = errors_of(model, TEXTS, directions(tiny), [[], ranks], rotary)[1]
+    found = errors_of(model, TEXTS, layers, [[], ranks], rotary)[1]
     assert found[16, 16] < 1e-5 and found[9, 12] == pytest.approx(expected[1], rel=1e-3) and expected[1] > 0.01
-    for curve in curves_of(model, TEXTS, directions(tiny), rotary, 0.45):
+    for curve in curves_of(model, TEXTS, layers, rotary, 0.45):
         errors = [point.error for point in curve]
         assert errors[-1] > 0.01 and all(later > 0.9 * earlier for earlier, later in pairwise(errors))
         assert min(min(point.keys, point.values) for point in curve) > 0.45 * 16
@@ -269,3 +269,119 @@ def test_bytes_are_those_of_the_ranks(tiny):
         for session, cache in zip((half, whole), kept, strict=True):
             Feed(session.model, cache)(talk(1, 200)[0])
         assert int(kept[0].kept_len.sum()) == pytest.approx(2 * int(kept[1].kept_len.sum()), rel=0.02)
+
+
+# ----------------------------------------------------------------------------------------------------- in compositions
+
+
+def test_bfloat16_is_near_bfloat16():
+    (prompt, more), model = talk(2, 40, 6), shared_model("llama", torch.bfloat16)
+    wide = read(Feed(shared_model("llama"), stock_cache(model), 2), prompt, more)
+    stock = read(Feed(model, stock_cache(model), 2), prompt, more)
+    with session_of("llama", projected("llama"), dtype=torch.bfloat16) as session:
+        found = read(Feed(model, session.new_cache(), 2), prompt, more)
+    assert float((found - wide).norm()) < 2 * float((stock - wide).norm())
+
+
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+def test_a_numbers_codec_may_follow(tiny):
+    prompt, more = talk(2, 50, 10)
+    codecs = [projected(tiny, 12, 14), make_codec("int", group=4)]
+    with session_of(tiny, codecs, "h2o", Budget(tokens=20)) as session:
+        feed = Feed(session.model, session.new_cache(), 2)
+        read(feed, prompt, more)
+        assert feed.cache.kept_len.unique().tolist() == [20]
+        parts = feed.cache.memory().parts
+        assert parts["codes"] == parts["scales"] == parts["zeros"] and not parts["full_precision"], "4 numbers of 4 bits share"
+    eight = [projected(tiny, 12, 14), make_codec("int", bits=8, group=4)]
+    with session_of(tiny, eight[:1]) as alone, session_of(tiny, eight) as chained:
+        one, other = (read(Feed(s.model, s.new_cache(), 2), prompt, more) for s in (alone, chained))
+        assert_near(other, one, 0.1)
+    kivi = [projected(tiny, 12, 14), make_codec("kivi", group=4, residual=8)]
+    with session_of(tiny, kivi) as session:
+        feed = Feed(session.model, session.new_cache(), 2)
+        feed(prompt)
+        keys, values = feed.cache.layers[0].store.sides
+        assert (keys.dim, values.dim) == (12, 14)
+        assert keys.encoded.tolist() == [[48] * len(keys.encoded[0])] * 2, "six blocks of 8"
+
+
+def test_rolling_places_whole_keys():
+    prompt, more = talk(2, 50, 10)
+    settings = {"policy": "streaming_llm", "budget": Budget(tokens=20), "rolling": True}
+    with session_of("llama", (), **settings) as stock, session_of("llama", projected("llama"), **settings) as session:
+        expected, found = (read(Feed(s.model, s.new_cache(), 2), prompt, more) for s in (stock, session))
+        assert_near(found, expected, 1e-3)
+
+
+@models("gemma3")
+def test_beams_and_forks_carry_what_is_held(tiny):
+    model, (prompt,) = shared_model(tiny), talk(2, 40)
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    expected = model.generate(prompt, **options)
+    with session_of(tiny, projected(tiny)) as session:
+        assert torch.equal(session.model.generate(prompt, cache=session.new_cache(), **options), expected)
+        feed = Feed(model, session.new_cache(), 2)
+        feed(prompt)
+        fork = Feed(model, feed.cache.fork(), 2)
+        fork.mask = feed.mask
+        (more,) = talk(2, 5, seed=3)
+        assert_near(fork.each(more), feed.each(more))
+
+
+def test_values_may_be_put_back_by_the_next_projection():
+    weight = shared_model("llama").model.layers[0].self_attn.o_proj.weight  # (hidden, heads * 16)
+    values = projected("llama", 16, 11).bases[0].values
+    mixed = torch.randn(1, 2, 2, 3, 11, generator=torch.Generator().manual_seed(0))  # (batch, kv_heads, group, queries, 11)
+    unfolded = values.lift(mixed).permute(0, 3, 1, 2, 4).flatten(2) @ weight.T
+    folded = torch.cat([part @ values.up[head // 2].T for head, part in enumerate(weight.split(16, 1))], 1)
+    assert_near(mixed.permute(0, 3, 1, 2, 4).flatten(2) @ folded.T, unfolded)
+
+
+# ---------------------------------------------------------------------------------------------------- from an artefact
+
+
+def setup_of(tiny, **overrides):
+    return Setup(f"tiny-{tiny}", tiny_model(tiny, **overrides), tiny_tokenizer(), TEXTS)
+
+
+def test_bases_are_found_by_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path))
+    setup, shown = setup_of("llama"), []
+    artefact = run_calibration("eigen", make_calibration("eigen", {}), setup, shown.append)
+    curve = [Point(*point) for point in artefact.content["curves"][1]]
+    error = curve[2].error * 1.001  # at least the third point's; a later one may be as near
+    with attach(setup.model, make_policy("full"), codec=make_codec("eigen", error=error)) as session:
+        assert session.plan.codec.label == f"eigen {error:g}"
+        cache = session.new_cache()
+        Feed(setup.model, cache)(TEXTS[0])
+        store = cache.layers[1].store
+        assert tuple(side.dim for side in store.sides) == within(curve, error, (16, 16)) != (16, 16)
+    assert f"codec=eigen codec.eigen.artefact={artefact.key}" in shown[0] and "% of the cache" in shown[0]
+
+    with pytest.raises(ArtefactError, match="kvlab calibrate eigen --model NAME -o basis=kq"):
+        with attach(setup.model, make_policy("full"), codec=make_codec("eigen", basis="kq")):
+            pass
+    other = tiny_model("llama", seed=1)
+    for codec in (make_codec("eigen"), make_codec("eigen", artefact=artefact.key)):
+        with pytest.raises(ArtefactError, match="kvlab calibrate eigen --model NAME"), attach(other, make_policy("full"), codec=codec):
+            pass
+    with pytest.raises(CodecError, match="codec.eigen.error=-1"):
+        make_codec("eigen", error=-1)
+
+
+def test_rotations_that_are_not_known_are_refused(monkeypatch):
+    setup = setup_of("llama")
+    setup.model.config.model_type = "unknown"
+    with pytest.raises(CodecError, match="which needs rotary positions in every layer"):
+        make_calibration("eigen", {}).measure(setup)
+
+
+@pytest.mark.slow
+def test_calibrate_and_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path))
+    code, out, err = kvlab("calibrate", "eigen", "--model", "tiny-opt", "--tokens", "48", "--texts", "2", "-o", "basis=kq", capsys=capsys)
+    assert (code, err) == (0, "") and "codec=eigen codec.eigen.basis=kq codec.eigen.artefact=" in out
+    arguments = ["codec=eigen", "codec.eigen.basis=kq", "codec.eigen.error=0.2", "policy=full", "budget=none", "logger=none"]
+    code, out, err = kvlab("run", "model=tiny-opt", "task=perplexity", "task.limit=1", *arguments, capsys=capsys)
+    assert code == 0 and "eigen 0.2 kq" in out

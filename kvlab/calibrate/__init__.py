@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from kvlab.analyze.setup import Setup
 from kvlab.artefacts import Artefact
 from kvlab.calibrate.base import Calibration, Measured, keep
+from kvlab.calibrate.eigen import EigenCalibration
 from kvlab.calibrate.qaq import QaqCalibration
 from kvlab.settings import build
 
 __all__ = ["CALIBRATIONS", "Calibration", "Measured", "make_calibration", "run_calibration"]
 
 CALIBRATIONS: dict[str, type[Calibration]] = {
+    "eigen": EigenCalibration,
     "qaq": QaqCalibration,
 }
 """kind of artefact -> what measures it"""
