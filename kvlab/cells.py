@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvlab.budget import Budget, BudgetError
-from kvlab.codecs import Codec, CodecError, codec_class, one_codec
+from kvlab.codecs import Codec, CodecError, chain, codec_class
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
 from kvlab.models import ModelSpec, spec_from_config
@@ -111,7 +111,7 @@ class Cell:
         budget = _budget(config.get("budget") or {}, policy)
         codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
-        if (codec := one_codec(codecs)) is not None:
+        if (codec := chain(codecs)) is not None:
             _check_codec(codec, policy, budget, protocol)
         return cls(
             name=_folder_name(config.get("name")),
