@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from kvlab.artefacts import Calibrated, find_for
 from kvlab.budget import Budget, BudgetError
-from kvlab.codecs import Codec, CodecError, codec_class, one_codec
+from kvlab.codecs import Codec, CodecError, chain, codec_class
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
 from kvlab.models import ModelSpec, model_names, spec_from_config
@@ -114,7 +114,7 @@ class Cell:
         model = _model(config.get("model"), runtime)
         codecs = _codecs(config.get("codec"), model)
         protocol.check(policy, budget)
-        if (codec := one_codec(codecs)) is not None:
+        if (codec := chain(codecs)) is not None:
             _check_codec(codec, policy, budget, protocol)
         return cls(
             name=_folder_name(config.get("name")),

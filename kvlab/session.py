@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvlab.budget import Budget, BudgetError
 from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
-from kvlab.codecs import Codec, CodecError, one_codec
+from kvlab.codecs import Codec, CodecError, chain
 from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
@@ -80,7 +80,7 @@ def attach(
 
     model      a transformers model whose attention goes through the attention interface
     policy     from `make_policy`; budget: None means no limit
-    codec      from `make_codec`: how keys and values are held; none: as they come
+    codec      from `make_codec`: how keys and values are held, or two in a row, channels first; none: as they come
     share      reserved for sharing between layers; nothing is available yet
     tokenizer  needed by policies that treat special tokens or punctuation apart; or a `Vocab` made of one
     watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
@@ -94,7 +94,7 @@ def attach(
     """
     if share is not None:
         raise ValueError("share is not available yet; leave it out")
-    coding = one_codec((codec,) if isinstance(codec, Codec | str) else tuple(codec))
+    coding = chain((codec,) if isinstance(codec, Codec | str) else tuple(codec))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     if simulation is not None and policy.evicts:
@@ -103,11 +103,12 @@ def attach(
     choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
     if coding is not None:
+        coding = coding.for_model(model)
         _check_codec(model, policy, coding, simulation is not None)
     if policy.rolling:  # keys without rotation are held in float32 at least
         layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)
     if coding is not None:
-        layers = tuple(coding.fitted(layer) for layer in layers)
+        layers = tuple(coding.fitted(idx, layer) for idx, layer in enumerate(layers))
     over: list[bool] = []
     plan = Plan(
         policy=policy,
@@ -141,7 +142,7 @@ def _check_policy(model: PreTrainedModel, policy: Policy, tokenizer: Any) -> Non
 
 def _check_codec(model: PreTrainedModel, policy: Policy, codec: Codec, simulated: bool) -> None:
     if simulated:
-        raise CodecError(f"a simulation holds nothing that codec {codec.name} could encode; leave out one of the two")
+        raise CodecError(f"a simulation holds nothing that codec {codec.label} could encode; leave out one of the two")
     codec.check_policy(policy)
     if codec.pre_rope and (reason := no_rolling(model, "rope=post" if hasattr(codec, "rope") else "another codec")):
-        raise CodecError(f"codec {codec.name} holds keys without their rotation, which {reason}")
+        raise CodecError(f"codec {codec.label} holds keys without their rotation, which {reason}")

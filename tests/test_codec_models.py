@@ -540,7 +540,9 @@ def test_a_second_turn_that_would_break_groups_is_refused():
     with coded("llama", "kivi2", "snapkv", Budget(tokens=24), after_prompt="grow", obs_window=4) as session:
         feed = feed_of(session)
         feed(prompt)
-        with pytest.raises(ValueError, match=r"codec kivi holds earlier turns in groups.*codec=int4.*one turn only") as refusal:
+        with pytest.raises(
+            ValueError, match=r"codec kivi2 .*holds earlier turns in groups.*codec=int4.*one turn only"
+        ) as refusal:
             feed(more)
         assert "\n" not in str(refusal.value)
         with pytest.raises(RuntimeError, match="cache.reset"):

@@ -19,6 +19,7 @@ from kvlab.cache.voters import Voters
 from kvlab.calibrate.qaq import query_norms
 from kvlab.cells import Cell
 from kvlab.codecs import CodecError, make_codec
+from kvlab.codecs.attended import Seen
 from kvlab.codecs.qaq import Qaq
 from kvlab.evals.texts import embedded_text
 from kvlab.kernels import reference
@@ -88,7 +89,7 @@ class Batch:
         last = Voters(queries.unflatten(1, (HEADS, GROUP)), positions).last(self.codec.watches)
         view = self.store.view()
         attention = reference.weights(last.queries, view.keys, last.positions, view.positions, self.rule)
-        self.store.observe(attention.amax(2), last.positions)
+        self.store.observe(Seen(last.queries, last.positions, True, lambda: attention.amax(2)))
         self.store.seal(True, None)
         dict(self.told("turn", keys, values, queries, real))
 
@@ -99,8 +100,9 @@ class Batch:
         rows = None if real.all() else real[:, 0].numpy()
         self.store.reserve(None, rows)
         self.store.insert(keys, values, positions, {}, rows)
-        out, attention = self.store.attend(queries.unflatten(1, (HEADS, GROUP)), positions, self.store.view(), self.rule)
-        self.store.observe(attention.amax(2), positions)
+        queries_ = queries.unflatten(1, (HEADS, GROUP))
+        out, attention = self.store.attend(queries_, positions, self.store.view(), self.rule)
+        self.store.observe(Seen(queries_, positions, False, lambda: attention.amax(2)))
         self.store.seal(False, None)
         for row, wanted in self.told("step", keys, values, queries, real):
             torch.testing.assert_close(out[row].flatten(0, 1).double(), torch.from_numpy(wanted).double(), rtol=2e-5, atol=2e-5)

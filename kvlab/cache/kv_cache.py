@@ -31,8 +31,9 @@ class Memory:
     parts          the same by what is held: full_precision, codes, scales, zeros and what else a codec holds
     kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
     kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
-    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, queries of
-                   an open turn; but not what all caches of a session share (tables of token kinds, hash projections)
+    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, what
+                   tokens are projected by, queries of an open turn; but not what all caches of a session share (tables of token
+                   kinds, hash projections)
     offload_bytes  copies that a codec holds on the CPU beside the device's memory
     kept_fraction  kept tokens / seen tokens, over all layers and heads
     kept_len       kept tokens, (layers, batch, kv_heads)
@@ -162,7 +163,9 @@ class KVCache(Cache):
 
     def stream_budgets(self, batch: int) -> np.ndarray | None:
         """The same where eviction starts with the first token, so the whole length must be known before."""
-        policy = self.plan.policy
+        policy, codec = self.plan.policy, self.plan.codec
+        if codec is not None and codec.needs_prompt:
+            raise ValueError(f"codec {codec.label} looks at a prompt's end, and a cache began with steps: give a prompt first")
         if policy.evicts and policy.when == "prompt_end":
             raise ValueError(f"policy {policy.name} decides at a prompt's end and can't evict from the first token on")
         if policy.evicts and self.plan.budget.ratio is not None and self.known_len is None:
@@ -356,6 +359,8 @@ class KVCache(Cache):
         own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.own_tensors)]
         state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables.values())
         state += sum(tensor.untyped_storage().nbytes() for tensor in own)
+        bases = [tensor.untyped_storage() for layer in filled for tensor in layer.store.bases]
+        state += sum({storage.data_ptr(): storage.nbytes() for storage in bases}.values())
         parts: dict[str, int] = {}
         for layer in filled:
             for kind, size in layer.store.parts.items():

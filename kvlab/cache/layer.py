@@ -20,6 +20,7 @@ from kvlab.cache.limits import unlimited
 from kvlab.cache.scan import arrivals_of, lengths_after, move_state, with_source
 from kvlab.cache.store import SlotStore, View
 from kvlab.cache.voters import Voters
+from kvlab.codecs.attended import Seen
 from kvlab.kernels import reference
 from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.dispatch import EvictScan
@@ -151,7 +152,7 @@ class KVLayer(DecidingLayer):
         if not policy.holds_budget_after_prompt:
             self._set_limits(np.where(came, none, before))
         if self.store.encoded:
-            self._encode(None, None, came)
+            self._encode(None, came)
         self.store.trim(self.limits.room)
         self.turn_start = self.voters = None
 
@@ -250,7 +251,8 @@ class KVLayer(DecidingLayer):
             self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
         if isinstance(store, EncodedStore):
             self.cache.note_bytes(self.layer_idx, store.kv_bytes)  # the most there is: encoding only makes it less
-            self._encode(call.positions, attention)
+            assert attention is not None
+            self._encode(Seen(queries, call.positions, False, partial(attention.amax, 2)))
         if not first_room:
             self._decide_step(queries, call, view, attention, None)
         return output

@@ -176,7 +176,7 @@ class LayerState(CacheLayerMixin):
         codec = self.cache.plan.codec
         if codec is None:
             return SlotStore.empty(key, value, self._state_kinds())
-        return EncodedStore.of(codec, key, value, self._state_kinds(), self._kernels(key))
+        return EncodedStore.of(codec, key, value, self._state_kinds(), self._kernels(key), self.layer_idx)
 
     @property
     def _held(self) -> SlotStore | EncodedStore:
@@ -199,7 +199,7 @@ class LayerState(CacheLayerMixin):
         if self.rotation is None:
             assert self.cache.plan.codec is not None
             raise ValueError(
-                f"codec {self.cache.plan.codec.name} holds keys without their rotary position embeddings, and this layer was "
+                f"codec {self.cache.plan.codec.label} holds keys without their rotary position embeddings, and this layer was "
                 "given none"
             )
         table = self.cache.table_for(self.rotation)
