@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from kvlab.analyze.setup import Setup
 from kvlab.artefacts import Artefact
 from kvlab.calibrate.base import Calibration, Measured, keep
+from kvlab.calibrate.kvsharer import KVSharerCalibration
 from kvlab.calibrate.qaq import QaqCalibration
 from kvlab.settings import build
 
@@ -14,6 +15,7 @@ __all__ = ["CALIBRATIONS", "Calibration", "Measured", "make_calibration", "run_c
 
 CALIBRATIONS: dict[str, type[Calibration]] = {
     "qaq": QaqCalibration,
+    "kvsharer": KVSharerCalibration,
 }
 """kind of artefact -> what measures it"""
 
