@@ -27,6 +27,7 @@ from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
 from kvlab.results import CellStore
 from kvlab.settings import SettingError, build
+from kvlab.sharing import Share, ShareError, share_class
 from kvlab.tracking import TrackingSettings
 
 RESULTS_VERSION = 1
@@ -84,6 +85,7 @@ class Cell:
     policy: Policy
     budget: Budget
     codecs: tuple[Codec, ...]
+    share: Share | None
     task: Task
     protocol: Protocol
     runtime: Runtime
@@ -100,8 +102,6 @@ class Cell:
             if config.get(key):
                 raise SettingError(f"{key}: the file's first line must be `# @package _global_`, or its settings go nowhere")
         runtime = build(Runtime, config.get("runtime") or {}, "runtime")
-        if config.get("share"):
-            raise SettingError(f"share={config['share']!r}: nothing is available yet; use share=none")
         protocol_settings = _named(config, "protocol")
         protocol = build(protocol_class(protocol_settings["name"]), protocol_settings, "protocol", ignore=("name",))
         task_settings = _named(config, "task")
@@ -116,6 +116,7 @@ class Cell:
         protocol.check(policy, budget)
         if (codec := chain(codecs)) is not None:
             _check_codec(codec, policy, budget, protocol)
+        share = _share(config, model, protocol)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
@@ -124,6 +125,7 @@ class Cell:
             policy=policy,
             budget=budget,
             codecs=codecs,
+            share=share,
             task=task.resolved(protocol),
             protocol=protocol,
             runtime=runtime,
@@ -160,7 +162,7 @@ class Cell:
             "policy": policy,
             "budget": self.budget_settings,
             "codec": [{"name": codec.name, **chosen(codec), **own_code(codec)} for codec in self.codecs],
-            "share": None,
+            "share": self.share and {"name": self.share.name, **chosen(self.share), **own_code(self.share)},
         }
 
     @property
@@ -178,14 +180,14 @@ class Cell:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
         # A folder's name must fit; the hash tells cells apart.
-        label = "+".join([self.policy_label, *self.codec_labels])[:LONGEST_LABEL]
+        label = "+".join(self.parts)[:LONGEST_LABEL].replace(" %", "pct")
         parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
     @property
     def is_full(self) -> bool:
         """Whether nothing is evicted, coded or shared: what other cells are compared with."""
-        return self.policy.name == "full" and not self.codecs
+        return self.policy.name == "full" and not self.codecs and self.share is None
 
     def full_cache_results(self) -> list[Path]:
         """Folders of finished full-cache cells beside this one, which it may be compared with."""
@@ -220,15 +222,25 @@ class Cell:
     @property
     def codec_labels(self) -> list[str]:
         """Codecs with those settings that aren't defaults."""
-        return [codec.label for codec in self.codecs]
+        given = (self.config.get("codec") or {}).values()
+        return [_label(codec, settings) for codec, settings in zip(self.codecs, given, strict=True)]
+
+    @property
+    def share_label(self) -> str | None:
+        """The way of sharing with those settings that aren't defaults."""
+        return None if self.share is None else _label(self.share, self.config["share"])
+
+    @property
+    def parts(self) -> list[str]:
+        """Labels of what is at work: policy, codecs, sharing."""
+        return [self.policy_label, *self.codec_labels, *([self.share_label] if self.share_label else [])]
 
     @property
     def label(self) -> str:
         """For progress lines."""
         budget = "" if self.budget == Budget() else f" {self.budget_label}"
         protocol = "" if self.protocol.name == "prompt" else f", {self.protocol.name}"
-        work = " + ".join([self.policy_label, *self.codec_labels])
-        return f"{work}{budget}, {self.task.label}{protocol}"
+        return f"{' + '.join(self.parts)}{budget}, {self.task.label}{protocol}"
 
     @property
     def labels(self) -> list[str]:
@@ -244,7 +256,8 @@ class Cell:
     def at_work(self) -> dict[str, Any]:
         """What `attach` is given."""
         codec = {"codec": self.codecs} if self.codecs else {}
-        return {**self.protocol.at_work(self.policy, self.budget), **codec}
+        share = {"share": self.share} if self.share else {}
+        return {**self.protocol.at_work(self.policy, self.budget), **codec, **share}
 
     def summary(self) -> dict[str, Any]:
         """What result.json and W&B say of a cell."""
@@ -258,7 +271,7 @@ class Cell:
             "policy": self.policy.name,
             "policy_label": self.policy_label,
             "codec": self.codec_labels,
-            "share": None,
+            "share": self.share_label,
             "budget": self.budget_settings,
             "budget_label": self.budget_label,
             "labels": self.labels,
@@ -311,6 +324,23 @@ def _codecs(settings: Any, model: ModelSpec) -> tuple[Codec, ...]:
         _settled(build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)), f"codec.{choice}", model)
         for choice, one in settings.items()
     )
+
+
+def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol) -> Share | None:
+    """The way of sharing, None where each layer holds its own."""
+    if not config.get("share"):
+        return None
+    settings = _named(config, "share")
+    share = build(share_class(settings["name"]), settings, "share", ShareError, ("name",))
+    if protocol.simulated:
+        raise ShareError(f"share={share.name}: protocol {protocol.name} holds nothing to share; use share=none")
+    return _settled(share, "share", model)
+
+
+def _label(method: Codec | Share, settings: Mapping[str, Any]) -> str:
+    """A method's label; with the artefact where one was chosen by its key."""
+    key = settings.get("artefact")
+    return f"{method.label} {str(key)[:8]}" if key else method.label
 
 
 def _settled(method: Method, where: str, model: ModelSpec) -> Method:

@@ -31,6 +31,7 @@ RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
   model=smollm2-135m                       or model=path model.path=<folder, .gguf file or hub id>
   policy=h2o policy.heavy_share=0.5        `kvlab list policies`
   codec=kivi2 codec.kivi2.residual=32      `kvlab list codecs`; settings are below the codec's name
+  share=kvsharer share.drop=0.25           `kvlab list shares`; first `kvlab calibrate kvsharer`
   budget.ratio=0.2                         or budget=tokens budget.tokens=128, budget=bytes budget.bytes=1000000, budget=none
   task=perplexity task.windows=16          or passkey, needle, ruler, prompts: `kvlab list tasks`
   protocol=prompt protocol.hold_back=16    or stream, chunked
@@ -75,6 +76,9 @@ CALIBRATE_EXAMPLES = """examples:
   kvlab calibrate qaq                      q_norm of the default model, on prose that comes with Python
   kvlab calibrate qaq --model path/to/model --file my_text.txt --tokens 4096
   kvlab calibrate qaq --model llama-2-7b --device cuda --dtype bfloat16 --texts 8
+  kvlab calibrate kvsharer                 which layers may share a cache: 30 texts of 64 tokens
+  kvlab calibrate kvsharer -o order=similar -o threshold=0.6
+  kvlab list artefacts                     what was measured before, and how to use it
 """
 
 
@@ -168,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(scoring, "the benchmark's")
 
     listing = add("list", _list, "list what there is, one name a line")
-    listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments", "artefacts"])
+    listing.add_argument("what", choices=["policies", "codecs", "shares", "models", "tasks", "experiments", "artefacts"])
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
     _add_own(listing)
 
@@ -185,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
 
     calibrate = add("calibrate", _calibrate, "measure what codecs and sharing must know of a model", CALIBRATE_EXAMPLES)
-    calibrate.add_argument("what", metavar="WHAT", help="qaq")
+    calibrate.add_argument("what", metavar="WHAT", help="qaq, kvsharer")
     _add_model(calibrate)
     _add_text(calibrate, by_default=False)
     _add_settings(calibrate, "the measurement's")
@@ -327,15 +331,11 @@ def _list(options: argparse.Namespace) -> int:
 
 def _described(what: str, own: str | None) -> list[tuple[str, str]]:
     """Choices of a config group with a line on each: a docstring's, a model's description, or a file's first comment."""
-    from kvlab.choices import choices
-    from kvlab.codecs import codec_class
-    from kvlab.evals import task_class
-    from kvlab.policies import policy_class
+    from kvlab.choices import REGISTERED, choices
 
     group = {"policies": "policy"}.get(what, what.removesuffix("s"))
-    find: dict[str, Callable[[str], type]] = {"policy": policy_class, "codec": codec_class, "task": task_class}
     found = choices(group, own)
-    return [(name, summary(find[group](name)) if path is None else _about(path)) for name, path in found.items()]
+    return [(name, summary(REGISTERED[group][1](name)) if path is None else _about(path)) for name, path in found.items()]
 
 
 def _artefacts() -> list[tuple[str, str]]:

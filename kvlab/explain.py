@@ -75,6 +75,8 @@ def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
             "of their own with the same name=..., and compare with `kvlab table`"
         )
     known = settings_of(group, lacking, own)
+    if having := [choice for choice in choices(group, own) if not known and setting in settings_of(group, choice, own)]:
+        return f"{key} goes with {' or '.join(f'{group}={choice}' for choice in having)}; {group}={lacking} has no settings"
     has = f"; it has: {', '.join(known)}" if known else ""
     return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
 

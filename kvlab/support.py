@@ -101,3 +101,10 @@ def geometry(config: Any, itemsize: int) -> tuple[LayerGeometry, ...]:
         types = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in types]
     return tuple(LayerGeometry(kv_heads, dim, dim, width, itemsize, itemsize) for width in windows)
+
+
+def layer_kinds(model: PreTrainedModel) -> tuple[tuple[object, ...], ...]:
+    """What each layer's config says of its window and its rotation, so that layers of one kind treat positions alike."""
+    config = model.config.get_text_config(decoder=True)
+    parts = [getattr(config, name, None) for name in ("layer_types", "no_rope_layers")]
+    return tuple(tuple(part[layer] for part in parts if part) for layer in range(config.num_hidden_layers))

@@ -46,6 +46,17 @@ CASES = {
         ["policy=snapkv_paper", "codec=kivi2", "protocol=chunked"],
         "use protocol=prompt",
     ),
+    "way of sharing": (["share=kvsharr"], "share=kvsharr: there is no such choice (did you mean kvsharer?)"),
+    "setting of sharing": (["share=kvsharer", "share.dorp=0.3"], "did you mean drop"),
+    "setting of no sharing": (["share.drop=0.3"], "share.drop goes with share=kvsharer; share=none has no settings"),
+    "more than can be shared": (["share=kvsharer", "share.drop=0.6"], "share.drop=0.6: use a share from 0 to 0.5"),
+    "sharing that nobody looked for": (["share=kvsharer"], "make one with `kvlab calibrate kvsharer --model tiny-llama`"),
+    "sharing in another order": (
+        ["share=kvsharer", "share.order=similar"],
+        "make one with `kvlab calibrate kvsharer --model tiny-llama -o order=similar`",
+    ),
+    "artefact that isn't there": (["share=kvsharer", "share.artefact=0123"], "there is no kvsharer artefact 0123 in"),
+    "sharing of masks": (["share=kvsharer", "policy=h2o", "protocol=simulate"], "holds nothing to share; use share=none"),
     "setting of a policy": (["policy=h2o", "policy.hevy_share=0.3"], "did you mean heavy_share"),
     "setting of a task": (["task.window=3"], "did you mean windows"),
     "exact": (["protocol.exact=fast"], "protocol.exact='fast': use one of scan, step"),
@@ -142,6 +153,7 @@ def no_model(monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("kvlab.workbench.load_spec", lambda spec: pytest.fail("loads a model"))
     monkeypatch.setattr("kvlab.outline.embedded.fetch_embedded", lambda: pytest.fail("fetches a model"))
 
@@ -172,6 +184,12 @@ def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
         (["bench", "--batch", "0"], "'0': use a whole number of at least 1"),
         (["bench", "--ratio", "2"], "'2': use a number above 0"),
         (["bench", "--model", "no-model"], "no-model"),
+        (["list", "artefact"], "artefact"),
+        (["calibrate", "kvsharr"], "did you mean kvsharer"),
+        (["calibrate", "kvsharer", "-o", "ordr=similar"], "calibrate kvsharer has no setting 'ordr' (did you mean order?)"),
+        (["calibrate", "kvsharer", "-o", "order=worst"], "calibrate kvsharer.order='worst': use one of dissimilar, similar"),
+        (["calibrate", "kvsharer", "-o", "threshold=high"], "calibrate kvsharer.threshold='high': use a number"),
+        (["calibrate", "kvsharer", "-o", "threshold"], "-o threshold: use NAME=VALUE"),
     ],
 )
 def test_other_wrong_commands(arguments, says, no_model, capsys):

@@ -8,6 +8,7 @@ from kvlab.analyze.setup import Setup
 from kvlab.artefacts import Artefact
 from kvlab.calibrate.base import Calibration, Measured, keep
 from kvlab.calibrate.eigen import EigenCalibration
+from kvlab.calibrate.kvsharer import KVSharerCalibration
 from kvlab.calibrate.qaq import QaqCalibration
 from kvlab.settings import build
 
@@ -15,6 +16,7 @@ __all__ = ["CALIBRATIONS", "Calibration", "Measured", "make_calibration", "run_c
 
 CALIBRATIONS: dict[str, type[Calibration]] = {
     "eigen": EigenCalibration,
+    "kvsharer": KVSharerCalibration,
     "qaq": QaqCalibration,
 }
 """kind of artefact -> what measures it"""

@@ -105,8 +105,9 @@ class Codec:
 
     @property
     def label(self) -> str:
-        """For tables and folders: the name and the settings that aren't defaults."""
-        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
+        every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
+        fields = [field for field in every if getattr(self, field.name) != field.default]
         return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
 
     def check_policy(self, policy: Policy) -> None:

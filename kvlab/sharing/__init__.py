@@ -11,9 +11,11 @@ from kvlab.sharing.base import (
     share_class,
     share_names,
 )
+from kvlab.sharing.kvsharer import KVSharer
 
 __all__ = [
     "FixedMap",
+    "KVSharer",
     "Share",
     "ShareError",
     "make_share",

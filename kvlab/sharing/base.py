@@ -28,6 +28,12 @@ class Share:
     """Base of all ways of sharing. Override `layer_map`."""
 
     name: ClassVar[str] = ""
+    calibrated: ClassVar[str] = ""
+    """Kind of artefact that it needs (`kvlab.artefacts`); such a way has a setting `artefact: str | None = None`."""
+    calibrated_by: ClassVar[tuple[str, ...]] = ()
+    """Settings with which the artefact must have been made."""
+    calibrated_version: ClassVar[int] = 1
+    """Of the artefact."""
 
     def __post_init__(self) -> None:
         check(self, f"share {self.name}", ShareError)
@@ -38,8 +44,9 @@ class Share:
 
     @property
     def label(self) -> str:
-        """For tables and folders: the name and the settings that aren't defaults."""
-        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
+        every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
+        fields = [field for field in every if getattr(self, field.name) != field.default]
         return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
 
 
