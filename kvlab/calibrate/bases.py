@@ -72,10 +72,11 @@ def _along(vectors: Tensor, scale: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 STEP = 0.02
+"""Between two shares that are tried."""
 
 
 def rank(sigma: Tensor, eps: float) -> int:
-    """Directions needed for a share `eps` of the sum of singular values (heads, dim), the most of any head; all of them at 1."""
+    """Directions needed for a share `eps` of the sum of singular values (heads, dim), the most of any head; all for 1."""
     if eps >= 1:
         return sigma.shape[-1]
     shares = (sigma / sigma.sum(-1, keepdim=True)).cumsum(-1)

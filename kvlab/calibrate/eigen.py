@@ -97,7 +97,7 @@ class LayerDirections:
 
 @dataclass
 class Sums:
-    """Outer products of one layer's keys, queries and values, of each KV head: (kv_heads, dim, dim) in float64; `count` keys."""
+    """Outer products of one layer's `count` keys, queries and values of each KV head: (kv_heads, dim, dim) in float64."""
 
     keys: Tensor
     queries: Tensor
@@ -154,7 +154,7 @@ def curves_of(
     """Of each layer the relative error of its output for ever fewer directions."""
     first = 1.0 if rotary else 0.98  # as in the released code
     tried = [candidates(layer.keys.sigma, layer.values.sigma, first, floor) for layer in layers]
-    ranks = [list(dict.fromkeys(tuple(ranks) for _, *ranks in some)) for some in tried]
+    ranks = [list(dict.fromkeys((keys, values) for _, keys, values in some)) for some in tried]
     errors = errors_of(model, texts, layers, ranks, rotary)
     return [[Point(*one, error[one[1:]]) for one in some] for some, error in zip(tried, errors, strict=True)]
 

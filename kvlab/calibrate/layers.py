@@ -16,12 +16,14 @@ Again = Callable[[KVCache], Tensor]
 
 
 def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The outermost modules of a list that have one `layer_idx` each, by it. Raises UnsupportedModel if there is no such list."""
+    """The outermost modules of a list that have one `layer_idx` each, by it. Raises UnsupportedModel if there is none."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            found = [{part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")} for layer in module]
+            found: list[set[Any]] = [
+                {getattr(part, "layer_idx", None) for part in layer.modules()} - {None} for layer in module
+            ]
             if found and all(len(indices) == 1 for indices in found):
-                return {next(iter(indices)): layer for indices, layer in zip(found, module, strict=True)}
+                return {indices.pop(): layer for indices, layer in zip(found, module, strict=True)}
     raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers, which calibration calls one by one")
 
 
@@ -39,9 +41,7 @@ def replayed(model: nn.Module, show: Callable[[int, Tensor, Again], None]) -> It
 
         return seen
 
-    handles = [
-        layer.register_forward_hook(hook(index), with_kwargs=True) for index, layer in decoder_layers(model).items()
-    ]
+    handles = [layer.register_forward_hook(hook(index), with_kwargs=True) for index, layer in decoder_layers(model).items()]
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ WORK: dict[Literal["channels", "numbers"], str] = {"channels": "leave out channe
 
 @dataclass(frozen=True)
 class ChannelCodec(Codec):
-    """A codec that leaves fewer numbers of each token. Override `widths`, and `over` or `basis_of`; others where they differ."""
+    """A codec that leaves fewer numbers of each token. Override `widths`, and `over` or `basis_of`; others as needed."""
 
     stage = "channels"
 

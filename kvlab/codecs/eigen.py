@@ -19,9 +19,6 @@ from kvlab.codecs.base import CodecError, register_codec
 from kvlab.codecs.basis import Basis, Projection
 from kvlab.codecs.chain import ChannelCodec
 
-NAMES = ("keys.down", "keys.up", "values.down")
-"""Tensors of a layer in an artefact, behind its number; the second only where it isn't the transpose of the first."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -124,8 +121,8 @@ class Eigen(ChannelCodec):
         exact, bases = torch.promote_types(model.dtype, torch.float32), {}
         for layer, (points, whole) in enumerate(zip(curves, dims, strict=True)):
             keys, values = within([Point(*point) for point in points], self.error, tuple(whole))
-            down, up, values_down = (tensors.get(f"{layer}.{name}") for name in NAMES)
-            basis = Basis(projection(down, up, keys), projection(values_down, None, values))
+            of_keys = projection(tensors[f"{layer}.keys.down"], tensors.get(f"{layer}.keys.up"), keys)
+            basis = Basis(of_keys, projection(tensors[f"{layer}.values.down"], None, values))
             bases[layer] = basis.to(model.device, exact)
         return Projected(found.content["rotary"], bases, self.label)
 
