@@ -5,7 +5,7 @@ What is changed on the model, and undone on leaving, also through an exception, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
 from kvlab.shapes import Outputs, Step
+from kvlab.sharing import Share, ShareError, map_of
 from kvlab.support import UnsupportedModel, check_model, no_rolling
 from kvlab.vocab import Vocab
 
@@ -70,7 +71,7 @@ def attach(
     policy: Policy,
     budget: Budget | None = None,
     codec: Codec | Sequence[Codec] = (),
-    share: object | None = None,
+    share: Share | Mapping[int, int] | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
     watch: Callable[[Step], None] | None = None,
@@ -81,7 +82,7 @@ def attach(
     model      a transformers model whose attention goes through the attention interface
     policy     from `make_policy`; budget: None means no limit
     codec      from `make_codec`: how keys and values are held; none: as they come
-    share      reserved for sharing between layers; nothing is available yet
+    share      from `make_share`, or target -> source: layers that read an earlier layer's cache and hold none; chains allowed
     tokenizer  needed by policies that treat special tokens or punctuation apart; or a `Vocab` made of one
     watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
                the turn, some at a time
@@ -90,10 +91,8 @@ def attach(
 
     Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
     behave as stock. Sessions may be nested and several caches may be alive at once.
-    Raises UnsupportedModel, PolicyError, CodecError or BudgetError, each with what to change.
+    Raises UnsupportedModel, PolicyError, CodecError, ShareError or BudgetError, each with what to change.
     """
-    if share is not None:
-        raise ValueError("share is not available yet; leave it out")
     coding = one_codec((codec,) if isinstance(codec, Codec | str) else tuple(codec))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
@@ -102,6 +101,9 @@ def attach(
     layers = check_model(model)
     choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
+    sources = map_of(share, model, layers)
+    if sources and (simulation is not None or watch is not None):
+        raise ShareError(f"{'a simulation' if watch is None else 'watch'} looks at each layer by itself; leave out share")
     if coding is not None:
         _check_codec(model, policy, coding, simulation is not None)
     if policy.rolling:  # keys without rotation are held in float32 at least
@@ -119,6 +121,7 @@ def attach(
         kernels=kernels,
         watch=watch,
         simulation=simulation,
+        sources=sources,
         ended=lambda: bool(over),
     )
     seam = Seam.of(model)

@@ -92,7 +92,7 @@ FAULTS = {
         ["tests/test_parity.py"],
     ),
     "the current token's attention is not counted": (
-        "cache/layer.py",
+        "cache/attending.py",
         'store.write_state("mass", view.state["mass"] + received, view)',
         "pass",
         ["tests/test_parity.py"],
@@ -125,7 +125,7 @@ FAULTS = {
     ),
     # turns, forks, isolation, determinism
     "only the first prompt is compressed": (
-        "cache/layer.py",
+        "cache/attending.py",
         "policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():",
         "policy.remembers or (not self.turn_start.any() and (came & (due | (self.store.lengths > self.limits.limit))).any()):",
         ["tests/contracts/test_turns.py"],
@@ -412,9 +412,9 @@ FAULTS = {
     ),
     "a token is encoded before it attends": (
         "cache/layer.py",
-        "output, attention = self._attend_step(queries, view, call)",
+        "output, attention = self._attend_step(queries, view, call, self.rule)",
         "store.seal(False, None) if isinstance(store, EncodedStore) else None\n"
-        "        output, attention = self._attend_step(queries, view, call)",
+        "        output, attention = self._attend_step(queries, view, call, self.rule)",
         ["tests/test_codec_models.py"],
     ),
     "a token that is still seen leaves its window": (
