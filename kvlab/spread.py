@@ -69,7 +69,7 @@ class Processes(Spread):
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
         """Waits for all of them."""
-        import joblib
+        import joblib  # type: ignore[import-untyped]
 
         jobs = min(self.jobs, workers)
         threads = self.threads or max(1, (os.cpu_count() or 1) // jobs)
