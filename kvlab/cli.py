@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -263,7 +264,9 @@ def _run(options: argparse.Namespace) -> int:
     from kvlab.policies import import_modules
 
     import_modules(options.modules)
-    chosen = Options(options.force, options.dry_run) if options.no_table else Options(options.force, options.dry_run, _report)
+    chosen = Options(options.force, options.dry_run, tuple(options.modules))
+    if not options.no_table:
+        chosen = replace(chosen, report=_report)
     try:
         run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
     except CellsFailed as failed:

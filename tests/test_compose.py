@@ -46,7 +46,7 @@ def benchmarks(tmp_path_factory):
 
 
 def every_choice():
-    return [(group, name) for group in GROUPS if group != "launcher" for name in choices(group)]
+    return [(group, name) for group in GROUPS for name in choices(group)]
 
 
 def test_there_is_a_folder_for_every_group_and_a_group_for_every_folder():
