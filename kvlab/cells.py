@@ -115,7 +115,7 @@ class Cell:
         codecs = _codecs(config.get("codec"), model)
         protocol.check(policy, budget)
         if (codec := chain(codecs)) is not None:
-            _check_codec(codec, policy, budget, protocol)
+            check_codec(codec, policy, budget, protocol)
         share = _share(config, model, protocol)
         return cls(
             name=_folder_name(config.get("name")),
@@ -352,7 +352,7 @@ def _settled(method: Method, where: str, model: ModelSpec) -> Method:
     return dataclasses.replace(method, artefact=found.key)  # type: ignore[type-var]
 
 
-def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
+def check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
     """Raises CodecError for a codec that can't work with the policy or under the protocol."""
     if protocol.simulated:
         raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")

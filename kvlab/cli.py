@@ -101,6 +101,9 @@ examples:
 """
 
 
+LISTS = ("policies", "codecs", "shares", "compositions", "models", "tasks", "experiments", "artefacts")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(scoring, "the benchmark's")
 
     listing = add("list", _list, "list what there is, one name a line")
-    listing.add_argument("what", choices=["policies", "codecs", "shares", "models", "tasks", "experiments", "artefacts"])
+    listing.add_argument("what", choices=LISTS)
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
     _add_own(listing)
 
@@ -325,6 +328,11 @@ def _list(options: argparse.Namespace) -> int:
         from kvlab.policies import policy_class, policy_names
 
         print(policy_table([policy_class(name) for name in policy_names()]))
+        return 0
+    if options.what == "compositions":
+        from kvlab.compositions import tables
+
+        print(tables())
         return 0
     rows = _artefacts() if options.what == "artefacts" else _described(options.what, options.config_dir)
     if rows:
