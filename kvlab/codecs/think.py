@@ -30,8 +30,8 @@ class Think(ChannelCodec):
     recent      newest keys that keep all channels when a turn ends, as those do that are decoded; where another codec follows,
                 the tokens that it lets wait do instead
 
-    Channel j adds q_j k_j to a logit. Its score is the mean of the queries' squares, over a KV head's query heads and its last queries, times the mean of the
-    squares of the keys held. Bytes of keys and values: 1 - drop / 2.
+    Channel j adds q_j k_j to a logit. Its score is the mean of the queries' squares, over a KV head's query heads and its last
+    queries, times the mean of the squares of the keys held. Bytes of keys and values: 1 - drop / 2.
     """
 
     drop: float = 0.4
