@@ -233,10 +233,7 @@ class NaiveSharedStore:
             return
         recent = self.budget - math.floor(Fraction(str(self.heavy_share)) * self.budget)
         for kv_head, held in enumerate(self.held):
-            ranks = []
-            for position in held:
-                late = position >= len(self.keys) - recent
-                ranks.append((late, 0.0 if late else self.mass[kv_head][position], position))
+            ranks = [(position >= len(self.keys) - recent, self.mass[kv_head][position], position) for position in held]
             kept = sorted(position for _, _, position in sorted(ranks, reverse=True)[: self.budget])
             self.held[kv_head] = kept
             self.mass[kv_head] = {position: self.mass[kv_head][position] for position in kept}

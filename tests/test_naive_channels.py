@@ -138,7 +138,8 @@ def test_think_before_int_by_hand():
     keys = np.array([[[30, 0, 15.3, 1]]])
     cache.event("step", keys, keys, np.ones((1, 1, 4)))  # before there is a choice nothing is encoded
     assert cache.keys[0].num_encoded == cache.values[0].num_encoded == 0
-    cache.event("turn", keys, keys, np.ones((1, 1, 4)))
+    cache.event("turn", keys, keys, np.full((1, 1, 4), 2))
+    assert np.allclose(cache.scores[0], 4 * keys[0, 0] ** 2)  # the turn's own queries look, at all that is held
     codes, scale, zero = affine_group([30, 15.3], 4)  # channels 0 and 2 stand side by side
     assert (codes.tolist(), float(zero)) == ([15, 0], float(np.float16(15.296875)))
     assert cache.keys[0].units[1].codes.tolist() == [[[15, 0]]] and cache.keys[0].units[1].streams == [pack_bits(codes, 4)]
@@ -246,7 +247,7 @@ def test_all_directions_are_the_identity(tokens):
 def test_eigen_ranks_by_hand():
     sigma = [5, 3, 1, 1]  # 0.5, 0.8, 0.9, 1
     assert [naive_eigen.rank(sigma, eps) for eps in (1.0, 0.95, 0.85, 0.7, 0.4)] == [4, 3, 2, 1, 1]
-    assert naive_eigen.rank([1, 0, 0], 1.0) == 3
+    assert naive_eigen.rank([1, 0, 0], 1.0) == 3 and naive_eigen.rank([1, 1, 1, 1], 0.5) == 1  # a half is not below a half
     bases = Basis(np.zeros((2, 4, 4)), np.zeros((2, 4, 4)), np.array([sigma, [1, 1, 1, 1]]))
     assert naive_eigen.ranks(bases, bases.cut(4), 0.77) == (3, 3)  # plain, not squared: 0.25, 0.5, 0.75
 
@@ -348,10 +349,10 @@ def test_distances_by_hand():
 
 
 def test_pairs_in_order():
-    apart = {(1, 0): 1, (2, 0): 5, (2, 1): 5, (3, 0): 2, (3, 1): 5, (3, 2): 1}
-    assert naive_kvsharer.ordered(apart) == [(2, 0), (2, 1), (3, 1), (3, 0), (1, 0), (3, 2)]
-    assert naive_kvsharer.ordered(apart, "similar") == [(1, 0), (3, 2), (3, 0), (2, 0), (2, 1), (3, 1)]
-    assert naive_kvsharer.ordered(apart, kinds=["a", "b", "a", "b"]) == [(2, 0), (3, 1)]
+    apart = {(1, 0): 1, (2, 0): 4, (2, 1): 5, (3, 0): 5, (3, 1): 5, (3, 2): 1}
+    assert naive_kvsharer.ordered(apart) == [(2, 1), (3, 0), (3, 1), (2, 0), (1, 0), (3, 2)]
+    assert naive_kvsharer.ordered(apart, "similar") == [(1, 0), (3, 2), (2, 0), (2, 1), (3, 0), (3, 1)]
+    assert naive_kvsharer.ordered(apart, kinds=["a", "b", "a", "b"]) == [(3, 1), (2, 0)]
 
 
 def test_the_walk_by_hand():
@@ -412,6 +413,9 @@ def test_a_shared_store_waits_for_its_last_reader():
     # The token that leaves after this step was read by all; what left before was read by none.
     outputs = store.event(tokens[:, :1], np.array([[[0, 1, 0]]]), [np.zeros((1, 1, 3))] * 3)
     assert np.allclose(outputs, [[1 / 3, 1 / 3, 1 / 3]]) and store.read == [3] and store.held == [[0, 2]]
+    store = NaiveSharedStore(2, heavy_share=1.0, scaling=1.0)  # of equal ones the newer stays
+    store.event(tokens, np.eye(3)[None], [tokens[:, [0, 1, 2]] / 60])
+    assert store.held == [[1, 2]] and store.mass[0][1] == store.mass[0][2] == 1
 
 
 @pytest.mark.parametrize("group", ["mean", "max", "sum", "first"])
