@@ -423,6 +423,25 @@ FAULTS = {
         "torch.from_numpy(now - window + 2)",
         ["tests/test_codec_models.py"],
     ),
+    # layers that share a cache
+    "only the source's queries count": (
+        "cache/layer.py",
+        'if now.kind == "step" or now.counted:',
+        'if (now.kind == "step" or now.counted) and not now.queries:',
+        ["tests/test_sharing.py"],
+    ),
+    "layers that hold nothing have a part of the bytes": (
+        "cache/plan.py",
+        "self.budget.resolve(lengths.tolist(), self._held, new_tokens)",
+        "self.budget.resolve(lengths.tolist(), self.layers, new_tokens)",
+        ["tests/test_sharing.py"],
+    ),
+    "the turn of a shared cache is decided by the source's queries": (
+        "cache/layer.py",
+        'ahead = self.policy.phase == "before_attention"  # at steps it decides before its readers\' queries are known',
+        "ahead = True",
+        ["tests/test_sharing.py"],
+    ),
     "a copy shares its codes": (
         "codecs/affine.py",
         "other.units = self.units.copy()",
