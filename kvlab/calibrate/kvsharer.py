@@ -162,7 +162,7 @@ def _last_hidden(model: Any, texts: Tensor, sources: Mapping[int, int]) -> Tenso
     found: list[Tensor] = []
     with (
         torch.inference_mode(),
-        _outputs_of(model.base_model, lambda output: found.append(output.last_hidden_state.cpu().double().flatten(1))),
+        _outputs_of(model.get_decoder(), lambda output: found.append(output.last_hidden_state.cpu().double().flatten(1))),
         attach(model, make_policy("full"), share=sources or None) as session,
     ):
         for part in texts.split(BATCH):
