@@ -79,6 +79,8 @@ CALIBRATE_EXAMPLES = """examples:
   kvlab calibrate qaq --model llama-2-7b --device cuda --dtype bfloat16 --texts 8
   kvlab calibrate kvsharer                 which layers may share a cache: 30 texts of 64 tokens
   kvlab calibrate kvsharer -o order=similar -o threshold=0.6
+  kvlab calibrate eigen                    bases of keys and values: 8 texts of 512 tokens
+  kvlab calibrate eigen --file my_text.txt --texts 128 --tokens 2048 -o basis=kq
   kvlab list artefacts                     what was measured before, and how to use it
 """
 
@@ -193,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
 
     calibrate = add("calibrate", _calibrate, "measure what codecs and sharing must know of a model", CALIBRATE_EXAMPLES)
-    calibrate.add_argument("what", metavar="WHAT", help="qaq, kvsharer")
+    calibrate.add_argument("what", metavar="WHAT", help="qaq, kvsharer, eigen")
     _add_model(calibrate)
     _add_text(calibrate, by_default=False)
     _add_settings(calibrate, "the measurement's")

@@ -4,15 +4,18 @@ import functools
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
+import naive_eigen
 from conftest import random_ids, shared_model
 from contracts.helpers import PAD, Feed, assert_near, padded, rows_of, stock_cache, storages, talk, tensors_in
 from kvlab import Budget, attach, make_policy
 from kvlab.analyze.setup import Setup
 from kvlab.artefacts import ArtefactError
+from kvlab.cache.layer import KVLayer
 from kvlab.calibrate import make_calibration, run_calibration
 from kvlab.calibrate.bases import candidates, kq_bases, outer, rank, svd_bases
 from kvlab.calibrate.eigen import curves_of, errors_of, sums_of
@@ -23,14 +26,13 @@ from kvlab.support import rotates
 from kvlab.tiny import tiny_families, tiny_model, tiny_tokenizer
 from running import TINY, kvlab, results
 
+SLOW = pytest.mark.slow
 TEXTS = (random_ids(1, 48, seed=5), random_ids(1, 48, seed=6))
 
 
 def models(*fast):
     """All families, these on each push."""
-    return pytest.mark.parametrize(
-        "tiny", [f if f in fast else pytest.param(f, marks=pytest.mark.slow) for f in tiny_families()]
-    )
+    return pytest.mark.parametrize("tiny", [f if f in fast else pytest.param(f, marks=SLOW) for f in tiny_families()])
 
 
 @functools.cache
@@ -105,10 +107,31 @@ def test_ranks_are_counted_below_the_share():
     assert steps == [round(0.98 - 0.02 * number, 2) for number in range(len(steps))]
 
 
+@pytest.mark.parametrize("tiny", ["llama", "opt"])
+def test_bases_and_ranks_are_those_of_the_reference(tiny):
+    model = shared_model(tiny)
+    queries, keys, values = (states.transpose(0, 1).numpy() for states in states_of(model, TEXTS)[1])
+    for basis in ("svd", "kq"):
+        found = directions(tiny, basis)[1]
+        wanted = naive_eigen.key_basis(keys, queries, tiny == "llama", basis), naive_eigen.value_basis(values)
+        for side, other in zip((found.keys, found.values), wanted, strict=True):
+            np.testing.assert_allclose(side.sigma, other.sigma, rtol=1e-4)
+            for count in (3, 11, 16):
+                near, cut = (side.down[..., :count] @ side.up[:, :count]).numpy(), other.cut(count)
+                np.testing.assert_allclose(near, cut.down @ cut.up, atol=1e-3)
+        points = [
+            (point.eps, point.r_k, point.r_v) for point in naive_eigen.curve(*wanted, lambda *ranks: 0.0, tiny == "llama")
+        ]
+        assert candidates(found.keys.sigma, found.values.sigma, 1.0 if tiny == "llama" else 0.98, 0.45) == points
+
+
 def test_a_budget_is_looked_up_on_the_curve():
     curve = [Point(1.0, 8, 8, 1e-6), Point(0.98, 7, 8, 0.02), Point(0.96, 6, 7, 0.05), Point(0.94, 5, 6, 0.04)]
     budgets = (0, 0.02, 0.021, 0.05, 0.06)
     assert [within(curve, budget, (8, 8)) for budget in budgets] == [(8, 8), (8, 8), (7, 8), (7, 8), (5, 6)]
+    for budget in budgets:
+        points = [naive_eigen.Point(*vars(point).values()) for point in curve]
+        assert naive_eigen.lookup(points, budget, 8)[1:] == within(curve, budget, (8, 8))
     assert within(curve[1:], 0.01, (8, 8)) == within([], 1.0, (8, 8)) == (8, 8), "all directions where the first fails"
 
 
@@ -150,7 +173,7 @@ def test_sums_are_of_what_the_projections_give(tiny):
         torch.testing.assert_close(found.keys.sigma.float(), sigma, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=SLOW)])
 def test_errors_are_those_of_one_layer_alone(tiny):
     model, rotary = shared_model(tiny), rotates(shared_model(tiny))
     outputs, ranks, layers = [], [(16, 16), (9, 12)], directions(tiny, "svd")
@@ -233,8 +256,52 @@ def test_fewer_directions_are_those_of_a_projection_by_hand(tiny, basis):
             assert_near(one_by_one.each(torch.cat([prompt, more], 1)), expected[:, :25], 1e-4)
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tiny", "basis", "codec"),
+    [
+        ("llama", "kq", None),
+        ("opt", "svd", {"bits": 4, "group": 4, "residual": 0, "key_axis": "token", "value_axis": "token"}),
+        pytest.param(
+            "opt", "kq", {"bits": 2, "group": 4, "residual": 8, "key_axis": "channel", "value_axis": "token"}, marks=SLOW
+        ),
+        pytest.param("llama", "svd", None, marks=SLOW),
+        pytest.param("qwen3", "svd", None, marks=SLOW),
+    ],
+)
+def test_one_layer_is_as_the_reference(tiny, basis, codec, monkeypatch):
+    calls, attend, (prompt, more, later) = [], KVLayer.attend, talk(1, 21, 4, 6)
+    codecs = [projected(tiny, 9, 12, basis)]
+    if codec is not None:
+        codecs.append(make_codec("kivi", group=4, residual=8) if codec["bits"] == 2 else make_codec("int", group=4))
+
+    def noted(layer, query, key, value, padding, rule):
+        output = attend(layer, query, key, value, padding, rule)
+        if layer.layer_idx == 1:
+            calls.append((*(states[0] for states in (query, key, value, output)), rule.scaling))
+        return output
+
+    monkeypatch.setattr(KVLayer, "attend", noted)
+    with session_of(tiny, codecs, dtype=torch.float64) as session:
+        feed = Feed(session.model, session.new_cache())
+        read(feed, prompt, more)
+        feed(later)
+    layer, rotary = directions(tiny, basis)[1], rotates(shared_model(tiny))
+    sides = [(layer.keys, 9), (layer.values, 12)]
+    bases = [naive_eigen.Basis(side.down.numpy(), side.up.numpy(), side.sigma.numpy()).cut(count) for side, count in sides]
+    rotate = (lambda key, place: turned(torch.from_numpy(key), place).numpy()) if rotary else None
+    naive, start = naive_eigen.NaiveEigenCache(*bases, rotate, calls[0][-1], codec=codec), 0
+    for queries, keys, values, output, _ in calls:
+        if rotary:
+            keys = torch.stack([turned(states, -place) for place, states in enumerate(keys.unbind(1), start)], 1)
+        start += keys.shape[1]
+        kind = "turn" if keys.shape[1] > 1 else "step"
+        expected = naive.event(kind, keys.numpy(), values.numpy(), queries.numpy())
+        assert_near(output, torch.from_numpy(expected), 1e-5 if rotary else 1e-9)
+    assert start == 31
+
+
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=SLOW)])
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=SLOW)])
 def test_pads_change_nothing(tiny, side):
     rows, (more,) = rows_of(31, 9), talk(2, 4)
     ids, mask = padded(rows, side)
@@ -248,7 +315,7 @@ def test_pads_change_nothing(tiny, side):
             assert_near(together[number], alone.each(more[number : number + 1])[0], 1e-4)
 
 
-@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=SLOW)])
 def test_bytes_are_those_of_the_ranks(tiny):
     (prompt,) = talk(2, 64)
     for dtype in (torch.float32, torch.bfloat16):
@@ -291,7 +358,7 @@ def test_bfloat16_is_near_bfloat16():
     assert float((found - wide).norm()) < 2 * float((stock - wide).norm())
 
 
-@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("opt", marks=SLOW)])
 def test_a_numbers_codec_may_follow(tiny):
     (prompt, more), heads = talk(2, 50, 10), 2 if tiny == "llama" else 4
     codecs = [projected(tiny, 12, 14), make_codec("int", group=4)]

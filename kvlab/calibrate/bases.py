@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlab.budget import exact_share
+
 NULL = 1e-4
 """Part of the largest singular value of keys below which KQ-SVD takes a direction for one that keys don't have."""
 
@@ -47,15 +49,16 @@ def svd_bases(sums: Tensor) -> Directions:
 def kq_bases(keys: Tensor, queries: Tensor, count: int) -> Directions:
     """What loses least of the dot products of keys and queries (KQ-SVD, arXiv 2512.05916); both as sums (heads, dim, dim).
 
-    With C_K, C_Q the sums and U S V^T = C_K^(1/2) C_Q^(1/2): down = C_K^(-1/2) U, up = U^T C_K^(1/2), sigma = S. C_K is taken
-    per key (of `count`), so that what is held is about 1. Directions that keys don't have are held as they are, last of all.
+    With C_K, C_Q the sums and U S V^T = C_K^(1/2) C_Q^(1/2): down = C_K^(-1/2) U, up = U^T C_K^(1/2), sigma = S, the products'
+    own singular values. In down and up C_K is taken per key (of `count`), so that what is held is about 1. Directions that
+    keys don't have are held as they are, last of all.
     """
     squares, vectors = torch.linalg.eigh(keys / count)
     scale = squares.clamp(min=0).sqrt()
     there = scale > NULL * scale.amax(-1, keepdim=True)
     left, sigma, _ = torch.linalg.svd(_along(vectors, scale * there) @ root_of(queries))
     scale = torch.where(there, scale, 1)
-    return Directions(_along(vectors, 1 / scale) @ left, left.mT @ _along(vectors, scale), sigma, False)
+    return Directions(_along(vectors, 1 / scale) @ left, left.mT @ _along(vectors, scale), sigma * count**0.5, False)
 
 
 def root_of(sums: Tensor) -> Tensor:
@@ -89,7 +92,7 @@ def candidates(keys: Tensor, values: Tensor, first: float, floor: float) -> list
     for number in range(round(first / STEP)):
         eps = round(first - STEP * number, 2)
         ranks = rank(keys, eps), rank(values, eps)
-        if min(ranks) <= floor * dim:
+        if min(ranks) <= exact_share(floor) * dim:
             break
         found.append((eps, *ranks))
     return found
