@@ -308,7 +308,7 @@ def test_the_server_has_the_samples_that_the_page_lacks(served):
 
 def test_the_server_answers_this_machine_alone(served):
     server, _ = served
-    answer, _ = get(server, "/data.json", Host="evil.example")
+    answer, _ = get(server, "/data.json", Host="evil.example:80")
     assert answer.status == 403
-    answer, _ = get(server, "/data.json", Host=f"localhost:{server.server_port}")
+    answer, _ = get(server, "/data.json", Host="localhost:1")
     assert answer.status == 200

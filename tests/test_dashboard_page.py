@@ -59,7 +59,7 @@ class Watched:
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: self._asked(request.url, address))
         self.page.goto(address)
-        self.page.wait_for_function("document.querySelector('#quality .main-svg')")
+        self.page.wait_for_selector("#quality .main-svg", state="attached")
         self.page.evaluate("drawAll()")
 
     def _asked(self, url, address):
@@ -90,6 +90,11 @@ def test_figures_follow_the_filters(browser, file):
         panels = page.locator("#budgets .js-plotly-plot")
         assert panels.count() == 2 and page.locator("#analyses .js-plotly-plot").count() == 5
         assert page.locator("#table tbody tr").count() == 5 and page.locator("#differences tbody tr").count() == 4
+        page.get_by_label("figures show").select_option("delta")
+        page.evaluate("drawAll()")
+        full = page.evaluate("document.querySelector('#quality').data[1]")
+        assert (full["name"], full["y"]) == ("full", [0]), "differences to itself"
+        page.get_by_label("figures show").select_option("value")
         page.get_by_label("Policy contains").fill("h2o 30")
         assert page.locator("#table tbody tr").count() == 2, "the full cache stays"
         page.evaluate("drawAll()")
@@ -163,6 +168,8 @@ def test_a_served_page_shows_new_results(browser, outputs, tmp_path):
             shutil.move(tmp_path / "late", late)
             page.evaluate("poll()")
             assert "10 of 10 cells" in page.locator("#count").inner_text()
+            page.evaluate("(async () => { while (!fetched.size) await new Promise((go) => setTimeout(go, 20)); })()")
+            assert page.locator("#sample-list button").count() > 0, "with whole texts, from the server"
             page.evaluate("poll()")
             assert "Live" in page.locator("#status").inner_text()
         server.shutdown()

@@ -36,7 +36,7 @@ def read_analyses(files: Iterable[Path]) -> tuple[list[dict[str, Any]], list[str
                     found.append({"name": name, **parts, "rows": list(analysis["rows"]), "about": about, "path": str(file)})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             skipped.append(f"{file} is left out ({' '.join(str(error).split())}): run `kvlab analyze` again")
-    return found, skipped
+    return sorted(found, key=lambda one: (one["about"], NAMES.index(one["name"]))), skipped
 
 
 def _about(content: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "page"
+ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("dom", "state", "theme", "figures", "tables", "samples", "analyses", "provenance", "start")
 """Files of the page's own script, in order."""
 NO_PLOTLY = "the dashboard needs plotly, which isn't installed: pip install 'kvlab[dashboard]'"
@@ -27,10 +27,10 @@ def render_page(data: Mapping[str, Any], live: bool = False) -> str:
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in scripts.values())
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
     policy += "form-action 'none'; connect-src " + ("'self'" if live else "'none'")
-    parts = {**scripts, "policy": policy, "style": (FOLDER / "page.css").read_text(), "data": as_json(data)}
+    parts = {**scripts, "policy": policy, "style": _asset("page.css"), "data": as_json(data)}
     parts["live"] = "yes" if live else "no"
     # In one pass: what is put in is never looked at for places to fill.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], (FOLDER / "page.html").read_text())
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def as_json(data: Any) -> str:
@@ -41,7 +41,7 @@ def as_json(data: Any) -> str:
 
 def own_script() -> str:
     """The page's own script."""
-    return "\n".join((FOLDER / f"{name}.js").read_text() for name in SCRIPTS)
+    return "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
 
 
 def plotly_script() -> str:
@@ -55,6 +55,10 @@ def plotly_script() -> str:
     text = file.read_text(encoding="utf-8")
     assert "</script" not in text.lower()
     return text
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _sha256(text: str) -> str:

@@ -45,8 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """`/`, `/data.json`, `/samples.json?cell=PATH&start=N`; for programs on this machine alone."""
-        names = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
-        if self.headers.get("Host") not in names:  # another site's page that has its name lead here
+        host = self.headers.get("Host", "").rpartition(":")[0]  # the port may be a tunnel's
+        if host not in (HOST, "localhost"):  # another site's page that has its name lead here
             return self._send(403, "text/plain", "this page is for this machine only")
         routes: dict[str, Callable[[], None]] = {"/": self._page, "/data.json": self._data, "/samples.json": self._samples}
         try:

@@ -1,6 +1,7 @@
 // Which samples came out otherwise than with the full cache: what was asked, what is right, and both outputs.
 
-const fetched = new Map();
+const fetched = new Map();  // of a served page: whole texts, and samples that the page lacks
+const underway = new Set();
 let chosenSample = "";
 
 function browsable() {
@@ -12,16 +13,17 @@ function showSamples() {
   if (!cells.some((cell) => cell.path === state.cell)) state.cell = (cells.find((cell) => cell.changed.count) ?? cells[0])?.path ?? "";
   find("cell").replaceChildren(...cells.map((cell) => option(cell.path, [cell.label, cell.budget_label].filter(Boolean).join(", "), cell.path === state.cell)));
   listSamples();
+  fetchWhole();
 }
 
 function currentCell() {
   const cell = browsable().find((one) => one.path === state.cell);
   if (!cell) return null;
-  const more = fetched.get(cell.path) ?? { shown: [], questions: {}, answers: {} };
+  const more = fetched.get(cell.path);
   return {
-    cell, comparison: comparisonOf(cell), shown: [...cell.changed.shown, ...more.shown],
-    questions: { ...state.data.questions[cell.changed.prompts], ...more.questions },
-    answers: { ...state.data.answers[cell.comparison], ...more.answers },
+    cell, comparison: comparisonOf(cell), shown: more?.shown ?? cell.changed.shown,
+    questions: { ...state.data.questions[cell.changed.prompts], ...more?.questions },
+    answers: { ...state.data.answers[cell.comparison], ...more?.answers },
   };
 }
 
@@ -55,7 +57,7 @@ function aboutSamples({ cell, comparison, shown }) {
 
 function valueChange(now, one) {
   const base = now.answers[one.id]?.value;
-  return known(one.value) ? known(base) ? `${number(base)} → ${number(one.value)}` : number(one.value) : "";
+  return known(one.value) ? known(base) ? `${number(base, 4)} → ${number(one.value, 4)}` : number(one.value) : "";
 }
 
 function showSample(now, one) {
@@ -91,7 +93,7 @@ function goldBlock({ answers, choices, right, gold }) {
 }
 
 function answerBlock(title, one, asked, base) {
-  const numbers = [known(one.value) ? `value ${number(one.value)}` : null, known(one.gold_logprob) ? `gold log-probability ${number(one.gold_logprob)}` : null];
+  const numbers = [known(one.value) ? `value ${number(one.value, 4)}` : null, known(one.gold_logprob) ? `gold log-probability ${number(one.gold_logprob, 4)}` : null];
   let parts = ["output" in one ? one.output || "(nothing)" : "choice" in one ? `${one.choice}: ${asked.choices?.[one.choice]?.trim() ?? ""}` : "(scored, nothing generated)"];
   if (base && typeof base.output === "string" && typeof one.output === "string") parts = fromFirstChange(base.output, one.output);
   const box = block(title, parts);
@@ -108,18 +110,30 @@ function fromFirstChange(before, after) {
   return [after.slice(0, same), rest ? make("mark", {}, rest) : after ? "" : "(nothing)"];
 }
 
+// What the page holds of a cell is cut; the server has it whole.
+function fetchWhole() {
+  const now = LIVE ? currentCell() : null;
+  if (now && now.cell.changed.count && !fetched.has(now.cell.path)) fetchMore();
+}
+
 async function fetchMore() {
-  const now = currentCell();
-  const address = `samples.json?cell=${encodeURIComponent(now.cell.path)}&start=${now.shown.length}`;
+  const path = currentCell().cell.path, data = state.data;
+  if (underway.has(path)) return;
+  underway.add(path);
   try {
+    const before = fetched.get(path) ?? { shown: [], questions: {}, answers: {} };
+    const address = `samples.json?cell=${encodeURIComponent(path)}&start=${before.shown.length}`;
     const answer = await fetch(address);
     if (!answer.ok) throw new Error(await answer.text());
-    const more = await answer.json(), before = fetched.get(now.cell.path) ?? { shown: [], questions: {}, answers: {} };
-    fetched.set(now.cell.path, {
+    const more = await answer.json();
+    if (data === state.data) fetched.set(path, {
       shown: [...before.shown, ...more.shown], questions: { ...before.questions, ...more.questions }, answers: { ...before.answers, ...more.answers },
     });
     listSamples();
   } catch (error) {
     say(`Samples can't be fetched: ${error.message}`);
+  } finally {
+    underway.delete(path);
+    if (data !== state.data) fetchWhole();  // the store changed meanwhile
   }
 }

@@ -2,7 +2,14 @@
 
 const POLL_MS = 4000;
 
+let offered = "";
+let polling = false;
+
 function showFilters() {
+  find("search").value = state.search;
+  const choices = JSON.stringify([state.filters, Object.keys(FILTERS).map((filter) => distinct(state.data.cells.map((cell) => valueOf(cell, filter))))]);
+  if (choices === offered) return;  // one may be open just now
+  offered = choices;
   find("selects").replaceChildren(...Object.entries(FILTERS).flatMap(([filter, title]) => {
     const values = distinct(state.data.cells.map((cell) => String(valueOf(cell, filter)))).filter((value) => value !== "").sort();
     const chosen = state.filters[filter] ?? "";
@@ -10,11 +17,11 @@ function showFilters() {
       option("", values.length === 1 ? `all (${values[0]})` : "all", chosen === ""), values.map((value) => option(value, value, value === chosen)));
     return make("div", {}, make("label", { for: select.id }, title), select);
   }));
-  find("search").value = state.search;
 }
 
 function showLegend() {
-  const there = distinct(state.data.cells.filter((cell) => matches(cell)).map((cell) => cell.label));
+  const cells = state.data.cells.filter((cell) => matches(cell)), full = cells.find((cell) => cell.full);
+  const there = distinct([...(full ? [full.label] : []), ...policies().filter((label) => cells.some((cell) => cell.label === label))]);
   find("legend").replaceChildren(...there.map((label) => {
     const shade = look(state.data.cells.find((cell) => cell.label === label)).colour;
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
@@ -55,6 +62,8 @@ function say(text) {
 }
 
 async function poll() {
+  if (polling) return;
+  polling = true;
   try {
     const answer = await fetch("data.json", { headers: { "If-None-Match": `"${state.data.state}"` } });
     if (answer.status === 304) return say("Live: looks for new results every few seconds.");
@@ -65,6 +74,8 @@ async function poll() {
     return say(`Live: updated at ${new Date().toLocaleTimeString()}.`);
   } catch {
     return say("The server doesn't answer; the page shows what it had.");
+  } finally {
+    polling = false;
   }
 }
 
@@ -83,7 +94,9 @@ function start() {
     show();
   });
   find("comparison").addEventListener("change", (event) => { state.comparison = event.target.value; show(); });
-  find("cell").addEventListener("change", (event) => { state.cell = event.target.value; listSamples(); remember(); });
+  find("measure").value = state.measure;
+  find("measure").addEventListener("change", (event) => { state.measure = event.target.value; show(); });
+  find("cell").addEventListener("change", (event) => { state.cell = event.target.value; showSamples(); remember(); });
   find("find").addEventListener("input", listSamples);
   find("more").addEventListener("click", fetchMore);
   addEventListener("beforeprint", drawAll);

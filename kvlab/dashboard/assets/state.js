@@ -10,6 +10,7 @@ const state = {
   hidden: new Set(),
   comparison: "",
   cell: "",
+  measure: "value",
 };
 
 const queryAware = (cell) => ({ true: "yes", false: "no" })[cell.query_aware] ?? "";
@@ -42,6 +43,7 @@ function remember() {
   const kept = new URLSearchParams();
   for (const [filter, wanted] of Object.entries(state.filters)) if (wanted !== "") kept.set(filter, wanted);
   for (const key of ["search", "comparison", "cell"]) if (state[key]) kept.set(key, state[key]);
+  if (state.measure !== "value") kept.set("measure", state.measure);
   for (const label of state.hidden) kept.append("without", label);
   history.replaceState(null, "", `#?${kept}`);
 }
@@ -51,5 +53,6 @@ function recall() {
   const kept = new URLSearchParams(location.hash.slice(2));
   for (const filter of Object.keys(FILTERS)) state.filters[filter] = kept.get(filter) ?? "";
   for (const key of ["search", "comparison", "cell"]) state[key] = kept.get(key) ?? "";
+  state.measure = kept.get("measure") === "delta" ? "delta" : "value";
   state.hidden = new Set(kept.getAll("without"));
 }

@@ -67,7 +67,25 @@ function interval(cell) {
   return known(cell.low) && known(cell.high) ? ` [${number(cell.low)}, ${number(cell.high)}]` : "";
 }
 
-function points(cells, x, y, more, extra = {}) {
+// What figures show of a cell: its value, or its difference to the full cache, each with its interval.
+function measured(cell) {
+  if (state.measure === "value") return cell;
+  return cell.delta ?? (cell.full ? { value: 0, low: 0, high: 0 } : { value: null, low: null, high: null });
+}
+
+// Cells in one place are set side by side, or their intervals would cover each other.
+function sideBySide(cells, x) {
+  const there = cells.map(x).filter(known), range = Math.max(...there) - Math.min(0, ...there) || 1, labels = policies();
+  const shift = new Map();
+  for (const cell of cells) {
+    const near = distinct(cells.filter((one) => known(x(one)) && Math.abs(x(one) - x(cell)) < 0.004 * range).map((one) => one.label));
+    near.sort((a, b) => labels.indexOf(a) - labels.indexOf(b));
+    shift.set(cell, Math.min(0.013, 0.08 / near.length) * range * (near.indexOf(cell.label) - (near.length - 1) / 2));
+  }
+  return (cell) => known(x(cell)) ? x(cell) + shift.get(cell) : null;
+}
+
+function points(cells, x, y, more, extra) {
   const groups = new Map();
   for (const cell of cells) if (known(x(cell)) && known(y(cell))) groups.set(cell.label, [...(groups.get(cell.label) ?? []), cell]);
   return [...groups.values()].map((group) => {
@@ -81,30 +99,30 @@ function points(cells, x, y, more, extra = {}) {
   });
 }
 
-function bars(metric) {
-  return (group, shade) => ({
+function bars(group, shade) {
+  return {
     error_y: {
       type: "data", symmetric: false, thickness: 1.2, width: 3, color: shade,
-      array: group.map((cell) => known(cell.high) ? cell.high - cell.value : 0),
-      arrayminus: group.map((cell) => known(cell.low) ? cell.value - cell.low : 0),
+      array: group.map(measured).map((cell) => known(cell.high) ? cell.high - cell.value : 0),
+      arrayminus: group.map(measured).map((cell) => known(cell.low) ? cell.value - cell.low : 0),
     },
-  });
+  };
 }
 
 // Few bytes and a good value: what no other cell beats in both.
 function front(cells, better) {
-  const sign = better === "lower" ? -1 : 1;
-  const sorted = cells.filter((cell) => known(cell.kv_bytes) && known(cell.value));
-  sorted.sort((a, b) => a.kv_bytes - b.kv_bytes || sign * (b.value - a.value));
+  const gain = (cell) => (better === "lower" ? -1 : 1) * measured(cell).value;
+  const sorted = cells.filter((cell) => known(cell.kv_bytes) && known(measured(cell).value));
+  sorted.sort((a, b) => a.kv_bytes - b.kv_bytes || gain(b) - gain(a));
   let best = -Infinity;
-  return sorted.filter((cell) => sign * cell.value > best && ((best = sign * cell.value), true));
+  return sorted.filter((cell) => gain(cell) > best && ((best = gain(cell)), true));
 }
 
 const wide = (values, times) => values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > times * Math.min(...values);
 
 function valueAxis(comparison, cells) {
-  const values = cells.map((cell) => cell.value).filter(known);
-  return { title: metricText(comparison), ...(comparison.better === "lower" && wide(values, 20) ? { type: "log" } : {}) };
+  const values = cells.map((cell) => measured(cell).value).filter(known);
+  return { title: `${state.measure === "delta" ? "Δ " : ""}${metricText(comparison)}`, ...(comparison.better === "lower" && wide(values, 20) ? { type: "log" } : {}) };
 }
 
 function metricText(comparison) {
@@ -113,15 +131,16 @@ function metricText(comparison) {
 
 function qualityFigure(comparison, cells) {
   const bytes = (cell) => known(cell.kv_bytes) ? cell.kv_bytes / 1e6 : null;
+  const beside = sideBySide(cells, bytes);
   const best = front(cells, comparison.better);
   const edge = {
-    type: "scatter", mode: "lines", name: "Pareto front", x: best.map(bytes), y: best.map((cell) => cell.value), hoverinfo: "skip",
+    type: "scatter", mode: "lines", name: "Pareto front", x: best.map(beside), y: best.map((cell) => measured(cell).value), hoverinfo: "skip",
     line: { color: colour("dim"), width: 1.5, dash: "dot", shape: "hv" },
   };
-  const traces = points(cells, bytes, (cell) => cell.value, (cell) => [
+  const traces = points(cells, beside, (cell) => measured(cell).value, (cell) => [
     `${comparison.metric} ${number(cell.value)}${interval(cell)}, n = ${cell.n}`,
     `${megabytes(cell.kv_bytes)}${cell.kv_bytes_full ? `, ${number(cell.kv_bytes / cell.kv_bytes_full, 2)} × full` : ""}`,
-  ], bars(comparison.metric));
+  ], bars);
   return {
     traces: traces.length ? [edge, ...traces] : [], empty: "No cell here has a value and bytes.",
     label: `Chart: ${metricText(comparison)}, against megabytes of keys and values held, for ${counted(cells.length, "cell")}. The table below has the numbers.`,
@@ -130,7 +149,7 @@ function qualityFigure(comparison, cells) {
 }
 
 function speedFigure(cells) {
-  const traces = points(cells, (cell) => known(cell.kv_bytes) ? cell.kv_bytes / 1e6 : null, (cell) => cell.decode_tokens_per_s, (cell) => [
+  const traces = points(cells, sideBySide(cells, (cell) => known(cell.kv_bytes) ? cell.kv_bytes / 1e6 : null), (cell) => cell.decode_tokens_per_s, (cell) => [
     `${number(cell.decode_tokens_per_s)} tokens/s at a batch of ${cell.batch_size}`, megabytes(cell.kv_bytes),
   ], () => ({}));
   return {
@@ -145,10 +164,11 @@ const SCALES = { ratio: 100, tokens: 1, bytes: 1e-6 };
 
 function budgetFigure(comparison, cells, unit) {
   const size = (cell) => known(cell[unit]) ? cell[unit] * SCALES[unit] : null;
-  const full = cells.find((cell) => cell.path === comparison.base);
-  const traces = points(cells.filter((cell) => known(cell[unit])), size, (cell) => cell.value, (cell) => [
+  const sizes = distinct(cells.map(size).filter(known)).sort((a, b) => a - b);
+  const full = cells.filter((cell) => cell.path === comparison.base).map(measured)[0];
+  const traces = points(cells.filter((cell) => known(cell[unit])), sideBySide(cells, size), (cell) => measured(cell).value, (cell) => [
     `${comparison.metric} ${number(cell.value)}${interval(cell)}, n = ${cell.n}`,
-  ], bars(comparison.metric));
+  ], bars);
   const flat = (value) => ({ type: "rect", xref: "paper", x0: 0, x1: 1, layer: "below", line: { width: 0 }, fillcolor: colour("full"), opacity: 0.09, ...value });
   const shapes = full && known(full.value) ? [
     { type: "line", xref: "paper", x0: 0, x1: 1, y0: full.value, y1: full.value, layer: "below", line: { color: colour("full"), width: 1.5, dash: "dash" } },
@@ -157,7 +177,7 @@ function budgetFigure(comparison, cells, unit) {
   return {
     traces, empty: "No cell here has a budget.", layout: { shapes },
     label: `Chart: ${metricText(comparison)}, against ${UNITS[unit]}, for ${counted(traces.length, "policy").replace("policys", "policies")}.`,
-    x: { title: UNITS[unit] }, y: valueAxis(comparison, cells),
+    x: { title: UNITS[unit], ...(sizes.length <= 8 ? { tickvals: sizes, ticktext: sizes.map((one) => number(one)) } : {}) }, y: valueAxis(comparison, cells),
   };
 }
 

@@ -30,11 +30,14 @@ function showDifferences() {
   const cells = shownCells().filter((cell) => !cell.full || cell.delta);
   const rowOf = (cell) => JSON.stringify([cell.label, cell.budget_label ?? ""]);
   const rows = distinct(cells.filter((cell) => columns.some((one) => one.id === cell.comparison)).map(rowOf));
+  const order = policies();
+  rows.sort((a, b) => order.indexOf(JSON.parse(a)[0]) - order.indexOf(JSON.parse(b)[0]));
   const scales = new Map(columns.map((one) => [one.id, Math.max(0, ...cells.filter((c) => c.comparison === one.id && c.delta && !c.delta.noise).map((c) => Math.abs(c.delta.value)))]));
   const head = make("tr", {}, make("th", { scope: "col" }, "policy and budget"), columns.map((one) => columnHead(one)));
+  const places = new Map(cells.map((cell) => [`${cell.comparison}${rowOf(cell)}`, cell]));
   const body = rows.map((row) => {
     const [label, budget] = JSON.parse(row);
-    const found = columns.map((one) => cells.find((cell) => cell.comparison === one.id && rowOf(cell) === row));
+    const found = columns.map((one) => places.get(`${one.id}${row}`));
     return make("tr", {}, make("th", { scope: "row" }, label, make("small", { class: "dim" }, ` ${budget}`)),
       columns.map((one, place) => differenceCell(one, found[place], scales.get(one.id))));
   });

@@ -23,7 +23,7 @@ function stored() {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 function policies() {
-  return distinct(state.data.cells.filter((cell) => !cell.full).map((cell) => cell.label));
+  return distinct(state.data.cells.filter((cell) => !cell.full).map((cell) => cell.label)).sort();
 }
 
 function look(cell) {
