@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `calibrate` and others. Prints, no more."""
+"""The command line: `kvlab run`, `table`, `dashboard`, `score`, `list`, `bench`, `analyze` and others. Prints, no more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   kvlab run policy=h2o budget.ratio=0.2 task=passkey         one cell
   kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
   kvlab table outputs/runs --format latex                    the same table again
+  kvlab dashboard                                            the same as one HTML page, with samples
   kvlab list policies                                        what there is
   kvlab score longbench pred/my-model                        a benchmark's own output files
   kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
@@ -56,6 +57,12 @@ TABLE_EXAMPLES = """examples:
   kvlab table outputs/runs --base h2o      differences to h2o instead of the full cache
 """
 
+DASHBOARD_EXAMPLES = """examples:
+  kvlab dashboard                          everything in outputs/, to dashboard.html
+  kvlab dashboard outputs/demo 'outputs/runs/*/passkey' --output demo.html
+  kvlab dashboard --serve                  at http://127.0.0.1:8765/, with new results as they come and all samples
+  kvlab dashboard --serve --port 0 --open no
+"""
 
 BENCH_EXAMPLES = """examples:
   kvlab bench decode prefill               time of a decode step, and of reading a prompt
@@ -171,6 +178,13 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
 
     table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
+
+    board = add("dashboard", _dashboard, "show results in a browser: one HTML page that needs no network", DASHBOARD_EXAMPLES)
+    board.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
+    board.add_argument("--output", metavar="FILE", help="what to write (default: dashboard.html)")
+    board.add_argument("--serve", action="store_true", help="serve it on this machine, with new results as they come")
+    board.add_argument("--port", type=_port, help="to serve at; 0: any that is free (default: 8765)")
+    board.add_argument("--open", choices=["yes", "no"], help="open it in a browser (default: yes with --serve, else no)")
 
     scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
     scoring.add_argument("what", metavar="WHAT", help="longbench, alpaca, helm")
@@ -307,6 +321,27 @@ def _table(options: argparse.Namespace) -> int:
     return 0
 
 
+def _dashboard(options: argparse.Namespace) -> int:
+    from kvlab.dashboard import open_page, serve, write_dashboard
+
+    if options.serve:
+        if options.output:
+            raise ValueError("--serve writes no file: leave out --output, or --serve")
+        serve(options.where, 8765 if options.port is None else options.port, _say, options.open != "no")
+        return 0
+    if options.port is not None:
+        raise ValueError("--port goes with --serve: give both or neither")
+    output = Path(options.output or "dashboard.html").expanduser()
+    print(write_dashboard(options.where, output))
+    if options.open == "yes":
+        open_page(output.absolute().as_uri())
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _score(options: argparse.Namespace) -> int:
     from kvlab.score import SCORES
 
@@ -371,6 +406,12 @@ def _about(path: Path) -> str:
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: use a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number from 0 to 65535")
     return int(text)
 
 

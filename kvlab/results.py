@@ -5,6 +5,8 @@
         samples.jsonl   one line per finished sample; what a later attempt goes on from
         result.json     metrics, memory, speed, provenance; written when the cell is finished or has failed
         error.txt       the traceback of a failed cell
+    <output_dir>/<name>/<model>/<task>/
+        prompts-<hash>.jsonl    what was asked, as text: once for all cells that ask the same
 
 Files appear whole or not at all; samples are appended batch by batch.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,11 @@ class CellStore:
             lock.release()
 
 
+def prompts_file(cell: Path, digest: str) -> Path:
+    """Texts of the prompts of a cell's folder, by the hash that its result has of them. Older stores have none."""
+    return cell.resolve().parents[2] / f"prompts-{digest}.jsonl"
+
+
 def read_records(file: Path) -> tuple[list[Record], int]:
     """Samples of a file, and how many lines are none: an interrupted write leaves a part of one."""
     records: list[Record] = []
@@ -131,6 +138,6 @@ def read_records(file: Path) -> tuple[list[Record], int]:
     return records, broken
 
 
-def as_lines(records: Sequence[Record]) -> str:
+def as_lines(records: Iterable[Record]) -> str:
     """Samples as they stand in a file."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
