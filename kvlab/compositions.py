@@ -9,6 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvlab.budget import Budget
 from kvlab.cells import check_codec
@@ -58,7 +59,7 @@ def of_policies() -> Iterator[Answer]:
     """Every policy with every choice of codecs."""
     for row, policy in every_policy().items():
         for column, codecs in CHOICES.items():
-            yield Answer(row, column, _why(lambda policy=policy, codecs=codecs: _one(codecs).check_policy(policy)))
+            yield Answer(row, column, _why(partial(_one(codecs).check_policy, policy)))
 
 
 def of_protocols() -> Iterator[Answer]:
@@ -68,13 +69,10 @@ def of_protocols() -> Iterator[Answer]:
         for row in PROTOCOL_POLICIES:
             protocol, policy = cls(), every_policy()[row]
             limit = budget if policy.evicts else Budget()
+            against = _why(partial(protocol.check, policy, limit))
             for column, codecs in CHOICES.items():
-
-                def ask(codecs: Sequence[Codec] = codecs, policy: Policy = policy, limit: Budget = limit) -> None:
-                    protocol.check(policy, limit)  # noqa: B023  called at once
-                    check_codec(_one(codecs), policy, limit, protocol)  # noqa: B023
-
-                yield Answer(f"{name}, {row}", column, _why(ask))
+                why = against or _why(partial(check_codec, _one(codecs), policy, limit, protocol))
+                yield Answer(f"{name}, {row}", column, why)
 
 
 def _one(codecs: Sequence[Codec]) -> Codec:

@@ -97,4 +97,4 @@ def test_reasons_name_no_pair():
         refused = [answer for answer in answers if answer.why]
         text = as_markdown(answers, "policy")
         assert text.count(f" {MARK} |") == len(answers) - len(refused)
-        assert text.count("\n- **") < 8 < len(refused)
+        assert text.count("\n- **") < 12 < len(refused)
