@@ -1,7 +1,5 @@
 """ThinK: which channels stay, what attends to them, and what they take, alone and before codecs of few bits."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,14 @@ from kvlab.cache.encoded import EncodedStore
 from kvlab.codecs import CodecError, chain, make_codec
 from kvlab.codecs.attended import Seen
 from kvlab.kernels.dispatch import choose
+from naive_codecs import CODECS
+from naive_think import NaiveThinkCache
 from test_codec_models import seen_by_layers  # noqa: F401  a fixture
 
 SMALL = {"obs_window": 5, "recent": 6}
+KIVI = {**CODECS["kivi2"], "group": 4, "residual": 12}
 NUMBERS = {
-    "kivi2": make_codec("kivi", group=4, residual=12),
+    "kivi2": make_codec("kivi", **KIVI),
     "kivi4 by token": make_codec("kivi", bits=4, group=4, residual=12, key_axis="token"),
     "int4": make_codec("int"),
     "int3 by channel": make_codec("int", bits=3, axis="channel", group=4),
@@ -32,73 +33,76 @@ def key_sides(cache):
     return [layer.store.sides[0] for layer in cache.layers]
 
 
-# ----------------------------------------------------------------------------------------------------- one layer, by hand
+# ---------------------------------------------------------------------------------------------------- one layer, by hand
 
 
-class Masked:
-    """One sequence of one layer: exact keys, of which those of the prefix are read with some channels of each query at 0."""
+class Followed:
+    """A session's cache and a reference of layer 1 for each row, which is told what that layer was given and what it kept."""
 
-    def __init__(self, drop, recent, obs_window, scaling):
-        self.drop, self.recent, self.obs_window, self.scaling = drop, recent, obs_window, scaling
-        self.keys = self.values = None
-        self.prefix, self.kept = 0, None
+    def __init__(self, session, calls, think, codec=None):
+        self.feed, self.calls, self.evicts = Feed(session.model, session.new_cache(), 2), calls, session.policy.evicts
+        settings = {"drop": think.drop, "obs_window": think.obs_window, "recent": think.recent}
+        self.naive = [NaiveThinkCache(**settings, codec=codec) for _ in range(2)]
 
-    def event(self, kind, keys, values, queries):
-        """Outputs (query heads, tokens, dim) of a turn or a step. keys (kv heads, tokens, dim), queries (query heads, ...)."""
-        before = 0 if self.keys is None else self.keys.shape[1]
-        join = (lambda old, new: new) if self.keys is None else (lambda old, new: np.concatenate([old, new], 1))
-        self.keys, self.values = join(self.keys, keys), join(self.values, values)
-        group = len(queries) // len(keys)
-        out = np.zeros((*queries.shape[:2], values.shape[2]))
-        for head, row in np.ndindex(*queries.shape[:2]):
-            out[head, row] = self._attend(queries[head, row], head // group, before + row + 1)
-        if kind == "turn":
-            if self.kept is None:
-                self.kept = self._choose(queries.reshape(len(keys), group, *queries.shape[1:]))
-            self.prefix = max(self.prefix, self.keys.shape[1] - self.recent)
-        return out
+    def __call__(self, ids, mask=None):
+        """One call of the model, whose attention must be the references'."""
+        self.calls.clear()
+        self.feed(ids, mask)
+        _, query, key, value, padding, rule, output = next(call for call in self.calls if call[0] == 1)
+        kept, kind = self.feed.cache.kept_positions()[1], "turn" if ids.shape[1] > 1 else "step"
+        for row, naive in enumerate(self.naive):
+            real = slice(None) if padding is None else padding[row].bool().numpy()
+            naive.scaling, given = rule.scaling, [part[row][:, real] for part in (key, value, query)]
+            wanted = naive.event(kind, *given, kept=kept[row] if self.evicts else None)
+            np.testing.assert_allclose(output[row][:, real], wanted, atol=1e-9)
 
-    def _attend(self, query, head, count):
-        masked = query * self.kept[head] if self.kept is not None else query
-        keys, values = self.keys[head, :count], self.values[head, :count]
-        logits = np.array([key @ (masked if i < self.prefix else query) for i, key in enumerate(keys)]) * self.scaling
-        weights = np.exp(logits - logits.max())
-        return weights @ values / weights.sum()
-
-    def _choose(self, queries):
-        dim = self.keys.shape[2]
-        score = (queries[:, :, -self.obs_window :] ** 2).mean((1, 2)) * (self.keys**2).mean(1)
-        kept = np.ones(score.shape, dtype=bool)
-        for head, channels in enumerate(score):
-            lowest_first = sorted(range(dim), key=lambda j: (channels[j], -j))
-            kept[head, lowest_first[: math.floor(dim * self.drop)]] = False
-        return kept
+    def check(self):
+        """Channels, tokens that are encoded, and all numbers as they are read."""
+        store = self.feed.cache.layers[1].store
+        view = store.view()
+        for row, naive in enumerate(self.naive):
+            assert store.sides[0].channels.chosen[row].tolist() == naive.channels
+            for head, (keys, values) in enumerate(zip(naive.keys, naive.values, strict=True)):
+                assert store.sides[0].encoded[row, head] == keys.num_encoded > 0
+                order = view.positions[row, head, : int(store.lengths[row, head])].argsort()
+                for found, expected in ((view.keys, keys.held()), (view.values, values.held())):
+                    np.testing.assert_allclose(found[row, head, order].numpy(), expected[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("tiny", ["llama", *(pytest.param(tiny, marks=slow) for tiny in ("opt", "qwen3", "gpt_neox"))])
-def test_a_layer_reads_its_prefix_with_masked_queries(tiny, seen_by_layers):  # noqa: F811
-    """Padded prompts in chunks, steps, a turn of other lengths, steps; the channels of the first turn stay."""
-    rows, more, (steps, last) = rows_of(30, 13), rows_of(9, 15, seed=1), talk(2, 4, 3, seed=2)
-    model = shared_model(tiny, torch.float64)
-    with attach(model, make_policy("full"), codec=make_codec("think", drop=0.35, **SMALL)) as session:
-        feed = Feed(model, session.new_cache(), 2)
-        feed(*padded(rows, "left"))
-        first = key_sides(feed.cache)[1].channels.chosen.clone()
-        feed.each(steps)
-        feed(*padded(more, "right"))
-        feed.each(last)
-        masked = [Masked(0.35, 6, 5, None) for _ in range(2)]
-        for _, query, key, value, padding, rule, output in (call for call in seen_by_layers if call[0] == 1):
-            for row, reference in enumerate(masked):
-                real = slice(None) if padding is None else padding[row].bool().numpy()
-                reference.scaling, kind = rule.scaling, "step" if query.shape[2] == 1 else "turn"
-                wanted = reference.event(kind, key[row][:, real], value[row][:, real], query[row][:, real])
-                np.testing.assert_allclose(output[row][:, real], wanted, atol=1e-9)
-        side = key_sides(feed.cache)[1]
-        assert torch.equal(side.channels.chosen, first)
-        for row, reference in enumerate(masked):
-            assert side.encoded[row].tolist() == [reference.prefix] * kv_heads_of(model)
-            assert [np.flatnonzero(kept).tolist() for kept in reference.kept] == first[row].tolist()
+BEHIND = {
+    "alone": (None, {}),
+    "kivi2": (KIVI, {}),
+    "snapkv, kivi2": (KIVI, {"name": "snapkv", "after_prompt": "grow", "obs_window": 4}),
+    "h2o, int4": (CODECS["int4"], {"name": "h2o"}),
+    "snapkv": (None, {"name": "snapkv", "after_prompt": "grow", "obs_window": 4}),
+    "int4": (CODECS["int4"], {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("tiny", "case"),
+    [
+        *(("llama", case) for case in ("alone", "snapkv, kivi2", "h2o, int4")),
+        *(pytest.param("llama", case, marks=slow) for case in ("kivi2", "snapkv", "int4")),
+        *(pytest.param(tiny, case, marks=slow) for tiny in ("opt", "qwen3", "gpt_neox") for case in BEHIND),
+    ],
+)
+def test_a_layer_equals_the_reference(tiny, case, seen_by_layers):  # noqa: F811
+    """Padded prompts, steps, a turn of other lengths where groups allow one, steps; the channels of the first turn stay."""
+    codec, policy = BEHIND[case]
+    think = make_codec("think", drop=0.35, **SMALL)
+    behind = {None: [], 2: [make_codec("kivi", **KIVI)], 4: [make_codec("int")]}[codec and codec["bits"]]
+    made = make_policy(**{"name": "full", **policy})
+    with attach(shared_model(tiny, torch.float64), made, Budget(tokens=20), codec=[think, *behind]) as session:
+        run = Followed(session, seen_by_layers, think, codec)
+        run(*padded(rows_of(30, 25), "left"))
+        (steps,) = talk(2, 13, seed=2)
+        for token in steps.split(1, 1):
+            run(token)
+        if case != "snapkv, kivi2":
+            run(*padded(rows_of(9, 15, seed=1), "right"))
+            run(steps[:, :1])
+        run.check()
 
 
 # ----------------------------------------------------------------------------------------------------- stores, fed by hand
