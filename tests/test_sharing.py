@@ -457,6 +457,14 @@ def test_layers_that_scale_in_their_own_way():
         feed = Feed(model, session.new_cache())
         assert_near(feed(ids), lent.logits, 1e-4)
         assert_near(feed.cache.layers[0].store.view().state["mass"], joint.mean(2).sum(2), 1e-4)
+    with shared(model, "snapkv", Budget(tokens=6), obs_window=4, kernel=1) as session:
+        feed = Feed(model, session.new_cache())
+        with feed.cache.turn():
+            feed(ids)
+            layer = feed.cache.layers[0]
+            view = layer.store.view()
+            ((votes, _),) = layer.voters.looks(view.keys, view.positions, layer.rule)
+            assert_near(votes, joint[..., -4:, :], 1e-4)
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ class Memory:
     kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
     parts          the same by what is held: full_precision, codes, scales, zeros and what else a codec holds
     kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
-    kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window), in all
-                   layers, those that read another's included
+    kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window),
+                   layers that read another's included
     state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, queries of
                    an open turn; but not what all caches of a session share (tables of token kinds, hash projections)
     offload_bytes  copies that a codec holds on the CPU beside the device's memory

@@ -268,7 +268,8 @@ class KVLayer(AttendingLayer):
         if now.kind == "step" or now.counted:
             now.queries.append(now.scaled(placed, rule))
         if now.kind == "turn":
-            some, count = Voters(queries if self.policy.replays_prompt else placed, call.positions), self._voting
+            seen = now.scaled(queries if self.policy.replays_prompt else placed, rule)
+            some, count = Voters(seen, call.positions), self._voting
             now.voters.append(some if count is None else some.last(count))
         if attention is not None:
             now.attention.append(attention)
