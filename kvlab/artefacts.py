@@ -185,7 +185,8 @@ def find(
     """The artefact that fits.
 
     key          the one that was chosen; None: the only one that fits
-    weights      `weights_hash` of the model; fingerprint: of its files. None or "": anyone's; a key's own fingerprint may be ""
+    weights      `weights_hash` of the model, fingerprint: of its files; None: not compared. An artefact that lacks one, or
+                 a model whose weights say nothing (""), goes by its key or by the other
     command      that makes the right one; setting: that chooses one of several by its key
     settings     those that the measurement was made with
     Raises ArtefactError where there is none or there are several, or where the one that was chosen is another model's, another
@@ -195,28 +196,35 @@ def find(
     if not found:
         raise ArtefactError(f"{_none(kind, key)}: make one with `{command}`")
     if key is None:
-        found = [artefact for artefact in found if not _foreign(artefact, weights, fingerprint, strict=True)]
-        found = [artefact for artefact in found if _other(artefact, settings) is None]
-        found = [artefact for artefact in found if artefact.version == version] or found
+        if weights == "" and not fingerprint:
+            raise ArtefactError(
+                f"the weights can't say which {kind} artefact is theirs: choose with {setting}=KEY, or `{command}`"
+            )
+        found = [one for one in found if not (_foreign(one, weights, fingerprint, strict=True) or _other(one, settings))]
+        found = [one for one in found if one.version == version] or found
         if not found:
             raise ArtefactError(f"{_none(kind, key)} for this model and these settings: make one with `{command}`")
-    chosen, name = found[0], f"{kind} artefact {found[0].key}"
-    if _foreign(chosen, weights, fingerprint, strict=False):
-        raise ArtefactError(f"{name} is of another model ({chosen.about['model']}): make one with `{command}`")
-    if (other := _other(chosen, settings)) is not None:
-        raise ArtefactError(f"{name} was made with {other}: change that setting, or make one with `{command}`")
-    if chosen.version != version:
-        raise ArtefactError(
-            f"{name} is of version {chosen.version}, and this kvlab needs {version}: make it anew with `{command}`"
-        )
+    if fault := _fault(found[0], weights, fingerprint, version, settings):
+        raise ArtefactError(f"{kind} artefact {found[0].key} {fault} with `{command}`")
     if len(found) > 1:
-        keys = "; ".join(f"{artefact.key} ({artefact.origin})" for artefact in found)
+        keys = "; ".join(f"{one.key} ({one.origin})" for one in found)
         raise ArtefactError(
             f"{len(found)} {kind} artefacts fit, choose with {setting}=KEY: {keys}; they are made with `{command}`"
         )
-    if chosen.broken:
-        raise ArtefactError(f"{name}: {chosen.broken}: make it anew with `{command}`")
-    return chosen
+    return found[0]
+
+
+def _fault(
+    artefact: Artefact, weights: str | None, fingerprint: str | None, version: int, settings: Mapping[str, Any]
+) -> str | None:
+    """Why an artefact can't be used, and what to do with a command."""
+    if _foreign(artefact, weights, fingerprint, strict=False):
+        return f"is of another model ({artefact.about['model']}): make one"
+    if other := _other(artefact, settings):
+        return f"was made with {other}: change that setting, or make one"
+    if artefact.version != version:
+        return f"is of version {artefact.version}, and this kvlab needs {version}: make it anew"
+    return f"can't be used, since {artefact.broken}: make it anew" if artefact.broken else None
 
 
 def find_for(
@@ -251,10 +259,11 @@ def _none(kind: str, key: str | None) -> str:
 
 
 def _foreign(artefact: Artefact, weights: str | None, fingerprint: str | None, *, strict: bool) -> bool:
-    """Whether an artefact is another model's. strict: so it is too where it doesn't say whose files it was made from."""
-    files = artefact.about["fingerprint"]
-    other = bool(fingerprint) and files != fingerprint and (strict or bool(files))
-    return other or (bool(weights) and artefact.about["weights"] != weights)
+    """Whether an artefact is another model's. strict: so it is too where it doesn't say whose."""
+    wanted = {"fingerprint": fingerprint, "weights": weights}
+    return any(
+        value and artefact.about[name] != value and (strict or artefact.about[name] != "") for name, value in wanted.items()
+    )
 
 
 def _other(artefact: Artefact, settings: Mapping[str, Any]) -> str | None:
@@ -265,24 +274,16 @@ def _other(artefact: Artefact, settings: Mapping[str, Any]) -> str | None:
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """Hash of each parameter's name, shape and first numbers, so that big models cost nothing; "" without weights (meta).
+    """Hash of each parameter's name, shape and first numbers (big models cost nothing); the same in float32 and bfloat16.
 
-    The same in float32 and in bfloat16, but not in float16, which holds other numbers.
+    "" where nothing can be said: without weights (meta), and in float16, from which bfloat16 can't be had as it was.
     """
     found = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
-        if weight.is_meta:
+        if weight.is_meta or weight.dtype == torch.float16:
             return ""
         first = weight.detach().flatten()[:SAMPLE].to("cpu", torch.bfloat16)
         found.update(f"{name} {tuple(weight.shape)}".encode() + first.view(torch.int16).numpy().tobytes())
-    return found.hexdigest()
-
-
-def texts_hash(texts: tuple[Tensor, ...]) -> str:
-    """Hash of token ids."""
-    found = hashlib.blake2b(digest_size=16)
-    for ids in texts:
-        found.update(ids.cpu().to(torch.int64).numpy().tobytes())
     return found.hexdigest()
 
 

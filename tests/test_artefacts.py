@@ -56,6 +56,11 @@ def test_the_one_that_fits_is_found(folder):
     unnamed = save("eigen", {**ABOUT, "fingerprint": "", "basis": "kq"}, {})
     assert "for this model" in refused(fingerprint="files", basis="kq"), "whose it is isn't said"
     assert find("eigen", key=unnamed.key, fingerprint="files", command=COMMAND) == unnamed, "weights are checked later"
+    assert "the weights can't say" in refused(weights="") and find("eigen", key=svd.key, weights="", command=COMMAND) == svd
+    half = save("eigen", {**ABOUT, "weights": "", "basis": "half"}, {})
+    assert "for this model" in refused(weights="w", basis="half")
+    assert find("eigen", fingerprint="files", basis="half", command=COMMAND) == half
+    assert find("eigen", key=half.key, weights="w", command=COMMAND) == half
 
 
 def test_what_was_chosen_and_does_not_fit_is_refused(folder):
@@ -98,6 +103,7 @@ def test_weights_have_one_hash_in_float32_and_bfloat16():
     with torch.no_grad():
         list(other.parameters())[3].flatten()[0] += 1
     assert weights_hash(other) != weights_hash(model)
+    assert weights_hash(tiny_model("llama", dtype=torch.float16)) == "", "other numbers, so nothing can be said"
     with torch.device("meta"):
         assert weights_hash(type(model)(model.config)) == "", "there are none"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvlab.analyze.setup import Setup
-from kvlab.artefacts import Artefact, save, texts_hash, weights_hash
+from kvlab.artefacts import Artefact, save, weights_hash
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,17 @@ def keep(kind: str, calibration: Calibration, setup: Setup, measured: Measured) 
         "dtype": str(setup.model.dtype).removeprefix("torch."),
         "texts": len(setup.texts),
         "tokens": setup.texts[0].shape[1],
-        "text": texts_hash(setup.texts),
+        "text": _hash(setup.texts),
         "source": setup.source,
         **dataclasses.asdict(calibration),
     }
     content = {"use": measured.use, **measured.content}
     return save(kind, about, content, measured.tensors, calibration.version)
+
+
+def _hash(texts: tuple[Tensor, ...]) -> str:
+    """Hash of token ids."""
+    found = hashlib.blake2b(digest_size=16)
+    for ids in texts:
+        found.update(ids.cpu().to(torch.int64).numpy().tobytes())
+    return found.hexdigest()

@@ -50,7 +50,7 @@ class KVSharer(Share):
         if wanted > len(pairs):
             raise ShareError(
                 f"share.drop={self.drop:g} of {len(layers)} layers is {wanted}, and artefact {found.key} has "
-                f"{len(pairs)} pairs: use share.drop={_at_most(len(pairs), len(layers))} or less, or let it accept more with "
+                f"{len(pairs)} pairs: use {_at_most(len(pairs), len(layers))}, or let it accept more with "
                 f"`kvlab calibrate kvsharer -o threshold=...`, below {found.about['threshold']}"
             )
         return dict(pairs[:wanted])
@@ -67,6 +67,7 @@ def dropped(share: float, layers: int) -> int:
     return math.floor(exact_share(share) * layers + Fraction(1, 2))
 
 
-def _at_most(pairs: int, layers: int) -> float:
+def _at_most(pairs: int, layers: int) -> str:
     """The largest share of two places that asks for no more than these."""
-    return max(hundredths / 100 for hundredths in range(51) if dropped(hundredths / 100, layers) <= pairs)
+    most = max(hundredths / 100 for hundredths in range(51) if dropped(hundredths / 100, layers) <= pairs)
+    return f"share.drop={most} or less" if pairs else "share=none"
