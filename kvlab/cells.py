@@ -356,6 +356,11 @@ def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protoco
     """Raises CodecError for a codec that can't work with the policy or under the protocol."""
     if protocol.simulated:
         raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
+    if codec.needs_prompt and not protocol.compresses:
+        raise CodecError(
+            f"codec={codec.label}: protocol {protocol.name} has no prompt at whose end channels could be chosen: use "
+            "protocol=prompt, or a codec that needs none (codec=int4)"
+        )
     codec.check_policy(policy)
     if protocol.several_turns and policy.evicts and policy.drops and not (codec.sheds or budget.unlimited):
         raise CodecError(

@@ -211,7 +211,7 @@ def _facts(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
         "policy": result["policy"],
         "policy_label": result.get("policy_label") or result["policy"],
         **{unit: budget.get(unit) for unit in UNITS},
-        "codec": ", ".join(str(codec) for codec in result.get("codec") or []),
+        "codec": "+".join(str(codec) for codec in result.get("codec") or []),
         "share": None if not result.get("share") else str(result["share"]),
         "query_aware": result.get("query_aware"),
         "labels": ", ".join(str(label) for label in result.get("labels") or []),

@@ -423,6 +423,24 @@ FAULTS = {
         "torch.from_numpy(now - window + 2)",
         ["tests/test_codec_models.py"],
     ),
+    "channels are chosen anew at each turn": (
+        "codecs/channels.py",
+        "if self.chosen is None and seen.turn_end:",
+        "if seen.turn_end:",
+        ["tests/test_think.py"],
+    ),
+    "channels are chosen by the largest of their keys": (
+        "codecs/think.py",
+        "(squares.sum(2) / inside.sum(2, keepdim=True).clamp(min=1))",
+        "squares.amax(2)",
+        ["tests/test_think.py"],
+    ),
+    "queries are projected though keys are lifted": (
+        "cache/encoded.py",
+        "if basis is not None and place is None:",
+        "if basis is not None:",
+        ["tests/test_chain.py"],
+    ),
     "a copy shares its codes": (
         "codecs/affine.py",
         "other.units = self.units.copy()",

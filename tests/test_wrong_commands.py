@@ -41,6 +41,11 @@ CASES = {
         "codec.kivi2.residual goes with codec=kivi2 alone",
     ),
     "two codecs": (["policy=full", "codec=[kivi2,int4]"], "can't be chained"),
+    "codecs in the wrong order": (["policy=full", "codec=[kivi2,think]"], "codec=[think,kivi2]"),
+    "setting of a codec in a row": (["policy=full", "codec=[think,kivi2]", "codec.think.dop=0.5"], "did you mean drop"),
+    "share of channels": (["policy=full", "codec=think", "codec.think.drop=1"], "codec.think.drop=1.0: use a share from 0"),
+    "channels without a prompt": (["policy=full", "codec=[think,int4]", "protocol=stream"], "use protocol=prompt"),
+    "channels of rolling keys": (["policy=streaming_llm_paper", "codec=[think,int4]"], "policy.rolling=false"),
     "codec that can't lose tokens": (["policy=h2o", "codec=kivi2"], "codec=int4"),
     "codec that can't lose tokens of a chunk": (
         ["policy=snapkv_paper", "codec=kivi2", "protocol=chunked"],

@@ -10,7 +10,7 @@ import torch
 
 from kvlab.bench.setup import Setup
 from kvlab.bench.timing import alternate
-from kvlab.codecs import Codec, CodecError, codec_class, codec_names, make_codec
+from kvlab.codecs import Codec, CodecError, chain, codec_class, codec_names, make_codec
 from kvlab.measure import PeakMemory
 
 BITS = (8, 4, 2)
@@ -41,8 +41,8 @@ class Coded:
 
 
 def all_codecs() -> list[Codec]:
-    """Every codec that needs no settings, at several bits where those are a setting."""
-    found = []
+    """Every codec that needs no settings, at several bits where those are a setting, and two in a row."""
+    found: list[Codec] = []
     for name in codec_names():
         has_bits = any(field.name == "bits" for field in dataclasses.fields(codec_class(name)))
         for settings in [{"bits": bits} for bits in BITS] if has_bits else [{}]:
@@ -50,7 +50,8 @@ def all_codecs() -> list[Codec]:
                 found.append(make_codec(name, **settings))
             except (CodecError, TypeError):  # another's codec, with settings that must be given
                 continue
-    return found
+    both = chain([make_codec("think"), make_codec("kivi", bits=2)])
+    return found if both is None else [*found, both]
 
 
 def codecs(setup: Setup) -> list[Coded]:

@@ -104,6 +104,11 @@ class Codec:
         return False
 
     @property
+    def at_once(self) -> str:
+        """What to choose instead, where each token must be encoded by itself at once."""
+        return "codec=int4"
+
+    @property
     def label(self) -> str:
         """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
         every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
@@ -121,7 +126,7 @@ class Codec:
             grow = "policy.after_prompt=grow, " if hasattr(policy, "after_prompt") else ""
             raise CodecError(
                 f"codec {self.label} encodes tokens in groups or lets them wait, and policy {policy.name} drops single tokens "
-                f"at decode steps: use {grow}a codec that encodes each token by itself at once (codec=int4), or policy=full"
+                f"at decode steps: use {grow}a codec that encodes each token by itself at once ({self.at_once}), or policy=full"
             )
 
 

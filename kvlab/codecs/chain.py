@@ -117,15 +117,20 @@ class Chain(Codec):
         return self.channels.needs_prompt or self.numbers.needs_prompt
 
     @property
+    def at_once(self) -> str:
+        """Behind the same channels."""
+        return f"codec=[{self.channels.name},int4]"
+
+    @property
     def label(self) -> str:
         """Both, such as think+kivi2."""
         return "+".join(filter(None, (self.channels.label, self.numbers.label)))
 
     def check_policy(self, policy: Policy) -> None:
-        """Each for itself, then the two together."""
+        """The two together, and each for itself."""
         self.channels.check_policy(policy)
-        self.numbers.check_policy(policy)
         super().check_policy(policy)
+        self.numbers.check_policy(policy)
 
 
 def chain(codecs: Sequence[Codec]) -> Codec | None:

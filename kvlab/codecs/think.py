@@ -23,15 +23,15 @@ from kvlab.rows import RowPlanes
 @register_codec("think")
 @dataclass(frozen=True)
 class Think(ChannelCodec):
-    """Channel j adds q_j k_j to a logit, so one whose queries or keys are short hardly counts (section 3.2).
+    """Keys without those channels that add least to logits; alone, or before a codec that takes fewer bits.
 
     drop        lambda, share of a key's channels that are left out, below 1
     obs_window  last queries of the first turn that channels are chosen by
     recent      newest keys that keep all channels when a turn ends, as those do that are decoded; where another codec follows,
                 the tokens that it lets wait do instead
 
-    A score is the mean of the queries' squares, over a KV head's query heads and its last queries, times the mean of the
-    squares of the keys held. Bytes of keys and values: 1 - drop / 2.
+    Channel j adds q_j k_j to a logit. Its score is the mean of the queries' squares, over a KV head's query heads and its last
+    queries, times the mean of the squares of the keys held. Bytes of keys and values: 1 - drop / 2.
     """
 
     drop: float = 0.4
