@@ -594,7 +594,7 @@ def test_calibrate_says_what_to_use_and_keeps_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["qag"], "calibration qag: there is no such calibration (did you mean qaq?); there are qaq"),
+        (["qag"], "calibration qag: there is no such calibration (did you mean qaq?); there are eigen, kvsharer, qaq"),
         (["qaq", "--file", "gone.txt"], "--file=gone.txt"),
     ],
 )
