@@ -367,6 +367,18 @@ FAULTS = {
         "",
         ["tests/test_run.py", "tests/test_resume.py"],
     ),
+    "texts can end the element of the dashboard's data": (
+        "dashboard/page.py",
+        r'.replace("<", "\\u003c")',
+        "",
+        ["tests/test_dashboard.py"],
+    ),
+    "the dashboard answers to any name": (
+        "dashboard/server.py",
+        'if host not in (HOST, "localhost"):',
+        "if False:",
+        ["tests/test_dashboard.py"],
+    ),
     "other data is the same cell": (
         "cells.py",
         '"data": self.task.data_hash(),',

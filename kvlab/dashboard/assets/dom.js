@@ -11,7 +11,12 @@ function make(name, properties = {}, ...children) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined).map((child) => child instanceof Node ? child : String(child)));
+  element.append(
+    ...children
+      .flat()
+      .filter((child) => child !== null && child !== undefined)
+      .map((child) => (child instanceof Node ? child : String(child))),
+  );
   return element;
 }
 
@@ -24,7 +29,7 @@ function number(value, digits = 3) {
   return known(value) ? Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits }) : "–";
 }
 
-const megabytes = (bytes) => known(bytes) ? `${number(bytes / 1e6)} MB` : "–";
+const megabytes = (bytes) => (known(bytes) ? `${number(bytes / 1e6)} MB` : "–");
 
 const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 

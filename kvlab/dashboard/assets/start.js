@@ -7,27 +7,55 @@ let polling = false;
 
 function showFilters() {
   find("search").value = state.search;
-  const choices = JSON.stringify([state.filters, Object.keys(FILTERS).map((filter) => distinct(state.data.cells.map((cell) => valueOf(cell, filter))))]);
-  if (choices === offered) return;  // one may be open just now
+  const choices = JSON.stringify([
+    state.filters,
+    Object.keys(FILTERS).map((filter) => distinct(state.data.cells.map((cell) => valueOf(cell, filter)))),
+  ]);
+  if (choices === offered) return; // one may be open just now
   offered = choices;
-  find("selects").replaceChildren(...Object.entries(FILTERS).flatMap(([filter, title]) => {
-    const values = distinct(state.data.cells.map((cell) => String(valueOf(cell, filter)))).filter((value) => value !== "").sort();
-    const chosen = state.filters[filter] ?? "";
-    const select = make("select", { id: `filter-${filter}`, onchange: (event) => { state.filters[filter] = event.target.value; show(); } },
-      option("", values.length === 1 ? `all (${values[0]})` : "all", chosen === ""), values.map((value) => option(value, value, value === chosen)));
-    return make("div", {}, make("label", { for: select.id }, title), select);
-  }));
+  find("selects").replaceChildren(
+    ...Object.entries(FILTERS).flatMap(([filter, title]) => {
+      const values = distinct(state.data.cells.map((cell) => String(valueOf(cell, filter))))
+        .filter((value) => value !== "")
+        .sort();
+      const chosen = state.filters[filter] ?? "";
+      const select = make(
+        "select",
+        {
+          id: `filter-${filter}`,
+          onchange: (event) => {
+            state.filters[filter] = event.target.value;
+            show();
+          },
+        },
+        option("", values.length === 1 ? `all (${values[0]})` : "all", chosen === ""),
+        values.map((value) => option(value, value, value === chosen)),
+      );
+      return make("div", {}, make("label", { for: select.id }, title), select);
+    }),
+  );
 }
 
 function showLegend() {
-  const cells = state.data.cells.filter((cell) => matches(cell)), full = cells.find((cell) => cell.full);
-  const there = distinct([...(full ? [full.label] : []), ...policies().filter((label) => cells.some((cell) => cell.label === label))]);
-  find("legend").replaceChildren(...there.map((label) => {
-    const shade = look(state.data.cells.find((cell) => cell.label === label)).colour;
-    const dot = make("span", { class: "dot", "aria-hidden": "true" });
-    Object.assign(dot.style, { borderColor: shade, background: shade });
-    return make("button", { type: "button", "data-label": label, "aria-pressed": String(!state.hidden.has(label)), onclick: () => toggle(label) }, dot, label);
-  }));
+  const cells = state.data.cells.filter((cell) => matches(cell)),
+    full = cells.find((cell) => cell.full);
+  const there = distinct([
+    ...(full ? [full.label] : []),
+    ...policies().filter((label) => cells.some((cell) => cell.label === label)),
+  ]);
+  find("legend").replaceChildren(
+    ...there.map((label) => {
+      const shade = look(state.data.cells.find((cell) => cell.label === label)).colour;
+      const dot = make("span", { class: "dot", "aria-hidden": "true" });
+      Object.assign(dot.style, { borderColor: shade, background: shade });
+      return make(
+        "button",
+        { type: "button", "data-label": label, "aria-pressed": String(!state.hidden.has(label)), onclick: () => toggle(label) },
+        dot,
+        label,
+      );
+    }),
+  );
 }
 
 function toggle(label) {
@@ -37,8 +65,10 @@ function toggle(label) {
 }
 
 function show() {
-  const cells = shownCells(), failed = cells.filter((cell) => cell.status !== "ok").length;
-  find("count").textContent = `${cells.length} of ${counted(state.data.cells.length, "cell")}${failed ? `, ${failed} failed` : ""}`;
+  const cells = shownCells(),
+    failed = cells.filter((cell) => cell.status !== "ok").length;
+  find("count").textContent =
+    `${cells.length} of ${counted(state.data.cells.length, "cell")}${failed ? `, ${failed} failed` : ""}`;
   showLegend();
   showComparison();
   showBudgets();
@@ -50,7 +80,8 @@ function show() {
 
 function showAll() {
   const { made, where, warnings, cells, comparisons } = state.data;
-  find("about").textContent = `${where.join(", ")}: ${counted(cells.length, "cell")}, ${counted(comparisons.length, "comparison")}. Read ${made.slice(0, 16).replace("T", " ")}.`;
+  find("about").textContent =
+    `${where.join(", ")}: ${counted(cells.length, "cell")}, ${counted(comparisons.length, "comparison")}. Read ${made.slice(0, 16).replace("T", " ")}.`;
   find("warnings").replaceChildren(...warnings.map((warning) => make("p", { class: "warning" }, warning)));
   showFilters();
   showAnalyses();
@@ -83,9 +114,21 @@ function start() {
   recall();
   applyTheme();
   if (matchMedia("(max-width: 960px)").matches) find("panel").open = false;
-  find("theme").addEventListener("click", () => { toggleTheme(); applyTheme(); showAnalyses(); show(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { applyTheme(); showAnalyses(); show(); });
-  find("search").addEventListener("input", (event) => { state.search = event.target.value; show(); });
+  find("theme").addEventListener("click", () => {
+    toggleTheme();
+    applyTheme();
+    showAnalyses();
+    show();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    applyTheme();
+    showAnalyses();
+    show();
+  });
+  find("search").addEventListener("input", (event) => {
+    state.search = event.target.value;
+    show();
+  });
   find("filters").addEventListener("submit", (event) => event.preventDefault());
   find("filters").addEventListener("reset", (event) => {
     event.preventDefault();
@@ -93,10 +136,20 @@ function start() {
     showFilters();
     show();
   });
-  find("comparison").addEventListener("change", (event) => { state.comparison = event.target.value; show(); });
+  find("comparison").addEventListener("change", (event) => {
+    state.comparison = event.target.value;
+    show();
+  });
   find("measure").value = state.measure;
-  find("measure").addEventListener("change", (event) => { state.measure = event.target.value; show(); });
-  find("cell").addEventListener("change", (event) => { state.cell = event.target.value; showSamples(); remember(); });
+  find("measure").addEventListener("change", (event) => {
+    state.measure = event.target.value;
+    show();
+  });
+  find("cell").addEventListener("change", (event) => {
+    state.cell = event.target.value;
+    showSamples();
+    remember();
+  });
   find("find").addEventListener("input", listSamples);
   find("more").addEventListener("click", fetchMore);
   addEventListener("beforeprint", drawAll);

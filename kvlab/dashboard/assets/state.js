@@ -14,7 +14,7 @@ const state = {
 };
 
 const queryAware = (cell) => ({ true: "yes", false: "no" })[cell.query_aware] ?? "";
-const valueOf = (cell, filter) => filter === "query_aware" ? queryAware(cell) : cell[filter] ?? "";
+const valueOf = (cell, filter) => (filter === "query_aware" ? queryAware(cell) : (cell[filter] ?? ""));
 const comparisonOf = (cell) => state.data.comparisons.find((one) => one.id === cell.comparison);
 
 // Of a comparison's title the parts that not all of them share.

@@ -13,11 +13,19 @@ function applyTheme() {
 
 function toggleTheme() {
   state.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  try { localStorage.setItem("kvlab-theme", state.theme); } catch { /* files may have no storage */ }
+  try {
+    localStorage.setItem("kvlab-theme", state.theme);
+  } catch {
+    /* files may have no storage */
+  }
 }
 
 function stored() {
-  try { return localStorage.getItem("kvlab-theme"); } catch { return null; }
+  try {
+    return localStorage.getItem("kvlab-theme");
+  } catch {
+    return null;
+  }
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
