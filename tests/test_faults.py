@@ -472,6 +472,30 @@ FAULTS = {
         "if basis is not None:",
         ["tests/test_chain.py"],
     ),
+    "projected keys are all rotated to the newest position": (
+        "cache/encoded.py",
+        "self.table.rotate(keys, positions)",
+        "self.table.rotate(keys, positions.amax(-1, keepdim=True).expand_as(positions))",
+        ["tests/test_eigen.py"],
+    ),
+    "a layer has the rank of its easiest head": (
+        "calibrate/bases.py",
+        "(shares < eps).sum(-1).max()",
+        "(shares < eps).sum(-1).min()",
+        ["tests/test_eigen.py"],
+    ),
+    "queries that OPT has scaled count for less": (
+        "calibrate/eigen.py",
+        "scale = layer.rule.scaling * keys.shape[3] ** 0.5",
+        "scale = 1.0",
+        ["tests/test_eigen.py"],
+    ),
+    "an error as large as the budget is within it": (
+        "codecs/eigen.py",
+        "if point.error >= error:",
+        "if point.error > error:",
+        ["tests/test_eigen.py"],
+    ),
     "a copy shares its codes": (
         "codecs/affine.py",
         "other.units = self.units.copy()",
