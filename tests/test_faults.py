@@ -516,7 +516,7 @@ def test_a_planted_fault_is_noticed(fault, tmp_path):
     source = target.read_text()
     assert line in source, f"{file} has no line {line!r} any more: mend the list"
     target.write_text(source.replace(line, replacement))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *suites]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--whole", "-p", "no:cacheprovider", *suites]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
