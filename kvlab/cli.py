@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     options, rest = _parser().parse_known_args(arguments)
     if rest and not options.takes_rest:
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        way = f" (settings: -o {rest[0]})" if hasattr(options, "settings") and re.match(r"\w+=", rest[0]) else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{way}")
     options.rest = rest
     try:
         return options.run(options)

@@ -51,7 +51,7 @@ def explain(error: Exception, arguments: Sequence[str], own: str | None = None) 
 
 
 def _missing_group(text: str) -> tuple[str, str] | None:
-    found = re.search(r"(?:In '[^']*': )?Could not (?:find|load) '?([\w]+)/([^'\s]+)'?", text)
+    found = re.search(r"(?:In '[^']*': )?Could not (?:find|load) '?([\w]+)/([^'\s]*)'?", text)
     return (found[1], found[2].removesuffix(".yaml")) if found and found[1] in GROUPS else None
 
 
