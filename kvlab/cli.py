@@ -39,6 +39,7 @@ RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
   protocol=prompt protocol.hold_back=16    or stream, chunked
   runtime.device=cuda runtime.dtype=bfloat16 runtime.batch_size=8
   logger=none                              no W&B
+  launcher=processes launcher.jobs=4       cells side by side; or launcher=slurm
   name=my_sweep output_dir=outputs seed=0
 
 examples:

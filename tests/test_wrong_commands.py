@@ -41,6 +41,7 @@ CASES = {
         "codec.kivi2.residual goes with codec=kivi2 alone",
     ),
     "two codecs": (["policy=full", "codec=[kivi2,int4]"], "can't be chained"),
+    "a list without its key": (["policy=full", "[think,kivi2]"], "[think,kivi2]: not of the form KEY=VALUE"),
     "no name": (["policy=full", "codec="], "codec=: there is no such choice; choices: decoquant"),
     "type of a codec's setting": (
         ["policy=full", "codec=think", "codec.think.drop=40%"],
