@@ -112,9 +112,9 @@ class Cell:
         )
         budget = _budget(config.get("budget") or {}, policy)
         model = _model(config.get("model"), runtime)
-        codecs = _codecs(config.get("codec"), model)
+        codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
-        if (codec := chain(codecs)) is not None:
+        if (codec := chain(tuple(codecs.values()))) is not None:
             check_codec(codec, policy, budget, protocol)
         share = _share(config, model, protocol)
         return cls(
@@ -124,7 +124,7 @@ class Cell:
             model=model,
             policy=policy,
             budget=budget,
-            codecs=codecs,
+            codecs=tuple(_settled(one, f"codec.{choice}", model) for choice, one in codecs.items()),
             share=share,
             task=task.resolved(protocol),
             protocol=protocol,
@@ -311,19 +311,19 @@ def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _codecs(settings: Any, model: ModelSpec) -> tuple[Codec, ...]:
-    """Codecs in the order in which they are chosen; each has its settings below its own name."""
+def _codecs(settings: Any) -> dict[str, Codec]:
+    """Codecs by choice, in the order in which they are chosen; each has its settings below its own name."""
     if not settings:
-        return ()
+        return {}
     named = isinstance(settings, Mapping) and all(isinstance(one, Mapping) and one.get("name") for one in settings.values())
     if not named:
         raise SettingError(
             f"codec={settings!r}: choose with codec=NAME; its settings are below the name, such as codec.kivi2.residual=32"
         )
-    return tuple(
-        _settled(build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)), f"codec.{choice}", model)
+    return {
+        choice: build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",))
         for choice, one in settings.items()
-    )
+    }
 
 
 def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol) -> Share | None:

@@ -39,6 +39,7 @@ RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
   protocol=prompt protocol.hold_back=16    or stream, chunked
   runtime.device=cuda runtime.dtype=bfloat16 runtime.batch_size=8
   logger=none                              no W&B
+  launcher=processes launcher.jobs=4       cells side by side; or launcher=slurm
   name=my_sweep output_dir=outputs seed=0
 
 examples:
@@ -119,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     options, rest = _parser().parse_known_args(arguments)
     if rest and not options.takes_rest:
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        way = f" (settings: -o {rest[0]})" if hasattr(options, "settings") and re.match(r"\w+=", rest[0]) else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{way}")
     options.rest = rest
     try:
         return options.run(options)

@@ -41,6 +41,15 @@ CASES = {
         "codec.kivi2.residual goes with codec=kivi2 alone",
     ),
     "two codecs": (["policy=full", "codec=[kivi2,int4]"], "can't be chained"),
+    "a list without its key": (["policy=full", "[think,kivi2]"], "[think,kivi2]: not of the form KEY=VALUE"),
+    "no name": (["policy=full", "codec="], "codec=: there is no such choice; choices: decoquant"),
+    "type of a codec's setting": (
+        ["policy=full", "codec=think", "codec.think.drop=40%"],
+        "codec.think.drop='40%': use a number",
+    ),
+    "type of a setting of sharing": (["share=kvsharer", "share.drop=some"], "share.drop='some': use a number"),
+    "order, before anything is measured": (["policy=full", "codec=[int4,eigen]"], "codec=[eigen,int4]"),
+    "policy, before anything is measured": (["policy=h2o", "codec=[eigen,kivi2]"], "(codec=[eigen,int4])"),
     "codecs in the wrong order": (["policy=full", "codec=[kivi2,think]"], "codec=[think,kivi2]"),
     "setting of a codec in a row": (["policy=full", "codec=[think,kivi2]", "codec.think.dop=0.5"], "did you mean drop"),
     "share of channels": (["policy=full", "codec=think", "codec.think.drop=1"], "codec.think.drop=1.0: use a share from 0"),
@@ -195,6 +204,9 @@ def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
         (["calibrate", "kvsharer", "-o", "order=worst"], "calibrate kvsharer.order='worst': use one of dissimilar, similar"),
         (["calibrate", "kvsharer", "-o", "threshold=high"], "calibrate kvsharer.threshold='high': use a number"),
         (["calibrate", "kvsharer", "-o", "threshold"], "-o threshold: use NAME=VALUE"),
+        (["calibrate", "kvsharer", "-o", "threshold=1"], "calibrate kvsharer.threshold=1.0: use a cosine from -1 to below 1"),
+        (["calibrate", "kvsharer", "order=similar"], "order=similar (settings: -o order=similar)"),
+        (["calibrate", "eigen", "-o", "floor=1.5"], "calibrate eigen.floor=1.5: use a share"),
     ],
 )
 def test_other_wrong_commands(arguments, says, no_model, capsys):

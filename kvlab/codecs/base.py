@@ -44,7 +44,7 @@ class Codec:
     """Of the artefact."""
 
     def __post_init__(self) -> None:
-        check(self, f"codec {self.name}", CodecError)
+        check(self, f"codec.{self.name}", CodecError)
 
     def for_model(self, model: Any) -> Codec:
         """The same codec with what it must know of this model, which `attach` asks for once. Raises a ValueError."""

@@ -45,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """`/`, `/data.json`, `/samples.json?cell=PATH&start=N`; for programs on this machine alone."""
-        host = self.headers.get("Host", "").rpartition(":")[0]  # the port may be a tunnel's
+        host = self.headers.get("Host", "").partition(":")[0]  # the port may be a tunnel's, or 80 and so not said
         if host not in (HOST, "localhost"):  # another site's page that has its name lead here
             return self._send(403, "text/plain", "this page is for this machine only")
         routes: dict[str, Callable[[], None]] = {"/": self._page, "/data.json": self._data, "/samples.json": self._samples}
@@ -53,6 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
             return routes.get(urlsplit(self.path).path, self._missing)()
         except ValueError as error:  # a store that is gone, a cell that is
             return self._send(404, "text/plain", " ".join(str(error).split()))
+        except FileNotFoundError as error:  # a run began anew between two looks at its folder
+            return self._send(503, "text/plain", f"the store changes just now ({error.filename})")
 
     def _page(self) -> None:
         state, data = self.server.store.page()

@@ -36,7 +36,7 @@ class Share:
     """Of the artefact."""
 
     def __post_init__(self) -> None:
-        check(self, f"share {self.name}", ShareError)
+        check(self, "share", ShareError)
 
     def layer_map(self, model: Any, layers: Sequence[LayerGeometry]) -> dict[int, int]:
         """Target -> source, for a model whose layers are like these; chains allowed. Raises ShareError."""

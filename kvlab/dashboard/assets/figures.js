@@ -156,10 +156,13 @@ const wide = (values, times) =>
   values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > times * Math.min(...values);
 
 function valueAxis(comparison, cells) {
-  const values = cells.map((cell) => measured(cell).value).filter(known);
+  const values = cells.map((cell) => measured(cell).value).filter(known),
+    highest = cells.map((cell) => measured(cell).high).filter(known),
+    nothing = state.measure === "value" && [...values, ...highest].every((value) => value === 0);
   return {
     title: `${state.measure === "delta" ? "Δ " : ""}${metricText(comparison)}`,
     ...(comparison.better === "lower" && wide(values, 20) ? { type: "log" } : {}),
+    ...(nothing ? { range: [-0.04, 1] } : {}), // else it reaches down to -1
   };
 }
 

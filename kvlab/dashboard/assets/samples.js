@@ -162,6 +162,7 @@ function fromFirstChange(before, after) {
   let same = 0;
   while (same < after.length && after[same] === before[same]) same += 1;
   while (same > 0 && /\w/.test(after[same - 1] ?? "") && /\w/.test(after[same] ?? "")) same -= 1;
+  if (/[\udc00-\udfff]/.test(after[same] ?? "") && same > 0) same -= 1; // both halves of a character, or neither
   const rest = after.slice(same);
   return [after.slice(0, same), rest ? make("mark", {}, rest) : after ? "" : "(nothing)"];
 }

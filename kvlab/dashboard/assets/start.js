@@ -18,7 +18,8 @@ function showFilters() {
       const values = distinct(state.data.cells.map((cell) => String(valueOf(cell, filter))))
         .filter((value) => value !== "")
         .sort();
-      const chosen = state.filters[filter] ?? "";
+      if (!values.includes(state.filters[filter])) state.filters[filter] = ""; // an address may name what isn't here
+      const chosen = state.filters[filter];
       const select = make(
         "select",
         {
