@@ -464,7 +464,11 @@ def _calibrate(options: argparse.Namespace) -> int:
     from kvlab.calibrate import CALIBRATIONS, make_calibration, run_calibration
 
     _check_what("calibration", [options.what], CALIBRATIONS)
-    calibration = make_calibration(options.what, {name: yaml.safe_load(value) for name, value in _settings(options).items()})
+    try:
+        settings = {name: yaml.safe_load(value) for name, value in _settings(options).items()}
+    except yaml.YAMLError as error:
+        raise ValueError(f"-o {' -o '.join(options.settings)}: a value isn't YAML; quote it, or use a plain word") from error
+    calibration = make_calibration(options.what, settings)
     tokens, texts = options.tokens or calibration.tokens, options.texts or calibration.texts
     setup = load(options.model, options.device, options.dtype, file=options.file, tokens=tokens, texts=texts, held_out=True)
     run_calibration(options.what, calibration, setup, print)

@@ -66,6 +66,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     """
     asked = [_cells(number, configs) for number in range(len(configs))]
     cells = [cell for group in asked for cell in group]
+    spread = _spread_over(configs)
     distinct = list({cell.folder: cell for cell in cells}.values())
     if len(distinct) < len(cells):
         why = "full cache has no budget, and batch size and the like change no result"
@@ -75,7 +76,6 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         _show_plan(distinct, groups)
         return [None] * len(configs)
     _check_places(distinct)
-    spread = _spread_over(configs)
     if spread.here:
         failed, busy = _run_groups(distinct, groups, options.force)
     else:
@@ -274,13 +274,12 @@ class Work:
             return False
         return True
 
-    @staticmethod
-    def _waits(cell: Cell, cells: Sequence[Cell]) -> bool:
-        """Whether a cell is judged against a full cache's answers that aren't all there yet."""
+    def _waits(self, cell: Cell, cells: Sequence[Cell]) -> bool:
+        """Whether a cell is judged against a full cache's answers that aren't all there yet, but will be by this sweep."""
         if cell.is_full or not cell.task.needs_full:
             return False
         fulls = [other for other in cells if other.is_full and other.comparison_id == cell.comparison_id]
-        return any((CellStore(full.folder).result() or {}).get("status") is None for full in fulls)
+        return any(not self.settled(full) for full in fulls)
 
     def settled(self, cell: Cell) -> bool:
         """Whether a cell is finished, or failed in this sweep."""

@@ -70,7 +70,7 @@ def attach(
     model: PreTrainedModel,
     policy: Policy,
     budget: Budget | None = None,
-    codec: Codec | Sequence[Codec] = (),
+    codec: Codec | Sequence[Codec] | None = (),
     share: Share | Mapping[int, int] | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
@@ -93,7 +93,7 @@ def attach(
     behave as stock. Sessions may be nested and several caches may be alive at once.
     Raises UnsupportedModel, PolicyError, CodecError, ShareError or BudgetError, each with what to change.
     """
-    coding = chain((codec,) if isinstance(codec, Codec | str) else tuple(codec))
+    coding = chain((codec,) if isinstance(codec, Codec | str) else tuple(codec or ()))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     if simulation is not None and policy.evicts:

@@ -1,7 +1,8 @@
 """Where the cells of a sweep run: in this process, in several of this machine (joblib), or in jobs of a cluster (submitit).
 
-Every worker walks over all cells and takes those that nobody runs (`kvlab.launcher.Work`), so one that is slow, late or killed
-holds up nothing but the cell that it has. This module knows no cell.
+Every worker walks over all cells and takes those that nobody runs (`kvlab.launcher.Work`), so one that is slow or late holds up
+nothing but the cell that it has, and so does a job that is killed; a process that is killed ends the others of its sweep, and
+the same command goes on. This module knows no cell.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import torch
 
 from kvlab.hints import did_you_mean
 from kvlab.settings import SettingError, build
@@ -68,13 +72,18 @@ class Processes(Spread):
         _needs("joblib", "launchers", self.name)
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
-        """Waits for all of them."""
+        """Waits for all of them. joblib ends them all when one is killed."""
         import joblib  # type: ignore[import-untyped]
 
         jobs = min(self.jobs, workers)
         threads = self.threads or max(1, (os.cpu_count() or 1) // jobs)
-        with joblib.parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
-            joblib.Parallel(batch_size=1)(joblib.delayed(worker)(number, jobs) for number in range(jobs))
+        try:
+            with joblib.parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
+                joblib.Parallel(batch_size=1)(joblib.delayed(worker)(number, jobs) for number in range(jobs))
+        except BrokenProcessPool:
+            return (
+                "a process was killed (out of memory?), which ended the others: lower launcher.jobs, or give the same command"
+            )
         return None
 
 
@@ -97,10 +106,17 @@ class Slurm(Spread):
 
     def __post_init__(self) -> None:
         _at_least_one(self, "jobs", "minutes", "cpus", "memory_gb")
+        if not isinstance(self.options, Mapping):
+            raise SettingError(f"launcher.options={self.options!r}: use names and values, such as {{account: nlp}}")
 
     def check(self) -> None:
-        """submitit is an extra."""
+        """submitit is an extra; and cells are named by the kind of device that they find, here and in jobs alike."""
         _needs("submitit", "launchers", self.name)
+        if self.gpus and torch.accelerator.current_accelerator(check_available=True) is None:
+            raise SettingError(
+                f"launcher.gpus={self.gpus}: cells are checked and named where a sweep is started, by the device there, and "
+                "this machine has none but its CPU: give the command on a node with a GPU, or launcher.gpus=0"
+            )
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
         """Waits for all jobs, unless `wait` is false."""

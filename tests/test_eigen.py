@@ -389,6 +389,19 @@ def test_rolling_places_whole_keys():
         assert_near(found, expected, 1e-3)
 
 
+def test_keys_placed_anew_take_no_more_bytes():
+    """What is projected is held in the values' type, and a budget of bytes knows it."""
+    held = {}
+    for rolling in (False, True):
+        settings = {"policy": "streaming_llm", "budget": Budget(bytes=4000), "rolling": rolling, "num_sink": 2}
+        with session_of("llama", projected("llama", 10, 12), dtype=torch.bfloat16, **settings) as session:
+            feed = Feed(session.model, session.new_cache())
+            feed(talk(1, 100)[0])
+            held[rolling] = feed.cache.memory()
+    assert held[False].kv_bytes == held[True].kv_bytes > 3800
+    assert torch.equal(held[False].kept_len, held[True].kept_len)
+
+
 @models("gemma3")
 def test_beams_and_forks_carry_what_is_held(tiny):
     model, (prompt,) = shared_model(tiny), talk(2, 40)

@@ -59,6 +59,7 @@ def test_chains_end_at_the_layer_that_holds():
         ("llama", {2: 2}, "leave out"),
         ("llama", {4: 0}, "there is no layer 4"),
         ("llama", FixedMap({-1: 0}), "there is no layer -1"),
+        ("llama", FixedMap({3: 1.0}), "there is no layer 1.0"),
         ("gemma3", {3: 2}, "sliding windows differ"),
     ],
 )

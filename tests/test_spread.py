@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvlab.cells import Cell
 from kvlab.launcher import Work
@@ -123,12 +124,30 @@ def test_failed_cells_are_tried_once_a_sweep(tmp_path):
 def test_cells_that_are_judged_against_the_full_cache_wait_for_it(reference, tmp_path, monkeypatch):
     configs = composed(*SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}")
     full, other = cells = [Cell.of(config) for config in configs]
+    store, work = CellStore(full.folder), Work((full.config, other.config), (), time.time() - 60)
     monkeypatch.setattr(type(other.task), "needs_full", reference == "full")
-    assert Work._waits(other, cells) == (reference == "full")
-    assert not Work._waits(full, cells)
-    CellStore(full.folder).start(full.config)
-    CellStore(full.folder).finish({**full.summary(), "status": "ok"})
-    assert not Work._waits(other, cells)
+    assert work._waits(other, cells) == (reference == "full")
+    assert not work._waits(full, cells)
+    store.start(full.config)
+    store.finish({**full.summary(), "status": "failed", "provenance": {"started": "2020-01-01T00:00:00+00:00"}})
+    assert work._waits(other, cells) == (reference == "full"), "it failed in an earlier sweep, and is run again"
+    store.finish({**full.summary(), "status": "ok"})
+    assert not work._waits(other, cells)
+
+
+def test_a_killed_process_is_said_in_a_line(tmp_path):
+    def worker(number, of):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    said = Processes(jobs=2).run(worker, 2, tmp_path)
+    assert said is not None and "give the same command" in said
+
+
+@pytest.mark.skipif(torch.accelerator.current_accelerator(check_available=True) is not None, reason="has a GPU")
+def test_jobs_on_gpus_are_not_started_where_there_is_none():
+    """Their cells would be other cells: the kind of device is part of what they are."""
+    with pytest.raises(SettingError, match="give the command on a node with a GPU"):
+        Slurm(gpus=1).check()
 
 
 @pytest.mark.parametrize(
@@ -155,6 +174,7 @@ def test_launchers_are_built_from_settings(settings, expected):
     [
         ({"name": "processes", "jobs": 0}, "launcher.jobs=0: use at least 1"),
         ({"name": "slurm", "cluster": "pbs"}, "cluster"),
+        ({"name": "slurm", "options": 3}, "launcher.options=3: use names and values"),
         ({"name": "process"}, "did you mean processes"),
     ],
 )

@@ -60,6 +60,7 @@ CASES = {
         ["policy=snapkv_paper", "codec=kivi2", "protocol=chunked"],
         "use protocol=prompt",
     ),
+    "no process": (["launcher=processes", "launcher.jobs=0"], "launcher.jobs=0: use at least 1"),
     "way of sharing": (["share=kvsharr"], "share=kvsharr: there is no such choice (did you mean kvsharer?)"),
     "setting of sharing": (["share=kvsharer", "share.dorp=0.3"], "did you mean drop"),
     "setting of no sharing": (["share.drop=0.3"], "share.drop goes with share=kvsharer; share=none has no settings"),
@@ -204,9 +205,10 @@ def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
         (["calibrate", "kvsharer", "-o", "order=worst"], "calibrate kvsharer.order='worst': use one of dissimilar, similar"),
         (["calibrate", "kvsharer", "-o", "threshold=high"], "calibrate kvsharer.threshold='high': use a number"),
         (["calibrate", "kvsharer", "-o", "threshold"], "-o threshold: use NAME=VALUE"),
-        (["calibrate", "kvsharer", "-o", "threshold=1"], "calibrate kvsharer.threshold=1.0: use a cosine from -1 to below 1"),
+        (["calibrate", "kvsharer", "-o", "threshold=1"], "calibrate kvsharer.threshold=1.0: use a cosine"),
         (["calibrate", "kvsharer", "order=similar"], "order=similar (settings: -o order=similar)"),
-        (["calibrate", "eigen", "-o", "floor=1.5"], "calibrate eigen.floor=1.5: use a share"),
+        (["calibrate", "eigen", "-o", "floor=2"], "calibrate eigen.floor=2.0: use a share"),
+        (["calibrate", "eigen", "-o", "basis=["], "-o basis=[: a value isn't YAML"),
     ],
 )
 def test_other_wrong_commands(arguments, says, no_model, capsys):

@@ -27,7 +27,7 @@ from kvlab.codecs.chain import chain
 from kvlab.codecs.eigen import Point, Projected, projection, within
 from kvlab.policies import make_policy
 from kvlab.session import attach
-from kvlab.settings import SettingError
+from kvlab.settings import SettingError, check
 from kvlab.shapes import Step
 from kvlab.support import no_rolling, rotates
 
@@ -50,8 +50,9 @@ class EigenCalibration(Calibration):
     tokens: ClassVar[int] = 512
 
     def __post_init__(self) -> None:
-        if isinstance(self.floor, int | float) and not 0 <= self.floor < 1:  # other types are for `build` to refuse
-            raise SettingError(f"calibrate eigen.floor={self.floor}: use a share of at least 0 and below 1, such as 0.45")
+        check(self, "calibrate eigen")
+        if not 0 <= self.floor < 1:
+            raise SettingError(f"calibrate eigen.floor={self.floor!r}: use a share from 0 to below 1")
 
     def measure(self, setup: Setup) -> Measured:
         """Two passes over the texts. Raises CodecError for a model whose rotation can't be taken off."""

@@ -19,7 +19,7 @@ from kvlab.analyze.setup import Setup
 from kvlab.calibrate.base import Calibration, Measured
 from kvlab.policies import make_policy
 from kvlab.session import attach
-from kvlab.settings import SettingError
+from kvlab.settings import SettingError, check
 from kvlab.shapes import Step
 from kvlab.sharing.base import resolve
 from kvlab.sharing.kvsharer import MOST, dropped
@@ -52,8 +52,9 @@ class KVSharerCalibration(Calibration):
     tokens: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, int | float) and not -1 <= self.threshold < 1:  # other types are for `build` to refuse
-            raise SettingError(f"calibrate kvsharer.threshold={self.threshold}: use a cosine from -1 to below 1, such as 0.5")
+        check(self, "calibrate kvsharer")
+        if not -1 <= self.threshold < 1:
+            raise SettingError(f"calibrate kvsharer.threshold={self.threshold!r}: use a cosine from -1 to below 1")
 
     def measure(self, setup: Setup) -> Measured:
         """Read the texts once for distances, and once for each pair that is tried."""

@@ -74,7 +74,9 @@ class Chain(Codec):
     def fitted(self, layer_idx: int, layer: LayerGeometry) -> LayerGeometry:
         """With the bytes of what is left spread over all numbers of a token."""
         keys, values = self.channels.widths(layer_idx, layer.key_dim, layer.value_dim)
-        left = self.numbers.fitted(layer_idx, replace(layer, key_dim=keys, value_dim=values))
+        projected = self.channels.basis_of(layer_idx) is not None  # then keys are of the values' type, rotated or not
+        itemsize = layer.value_itemsize if projected else layer.key_itemsize
+        left = self.numbers.fitted(layer_idx, replace(layer, key_dim=keys, value_dim=values, key_itemsize=itemsize))
         return replace(
             layer,
             key_itemsize=left.key_itemsize * keys / layer.key_dim,

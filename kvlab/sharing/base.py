@@ -123,8 +123,8 @@ def check_map(sources: Mapping[int, int], layers: Sequence[LayerGeometry]) -> No
     """Raises ShareError if a resolved map names a layer that isn't there, a later source, or layers that aren't alike."""
     for target, source in sources.items():
         for layer in (target, source):
-            if not 0 <= layer < len(layers):
-                raise ShareError(f"share: there is no layer {layer}; the model's are 0 to {len(layers) - 1}")
+            if not isinstance(layer, int) or not 0 <= layer < len(layers):
+                raise ShareError(f"share: there is no layer {layer!r}; the model's are 0 to {len(layers) - 1}")
         if source > target:
             raise ShareError(f"share: layer {target} can't read layer {source}, which comes after it; take an earlier source")
         if layers[source] != layers[target]:
