@@ -197,6 +197,8 @@ def test_the_first_pairs_of_the_artefact_are_used_and_too_few_are_refused():
     assert make_share("kvsharer", drop=0.2).layer_map(model, layers) == {3: 1}
     assert make_share("kvsharer", drop=0.33, artefact=artefact.key).layer_map(model, layers) == {3: 1, 1: 0}
     assert make_share("kvsharer", drop=0.0).layer_map(model, layers) == {}
+    with pytest.raises(ShareError, match=r"share.drop=0.08 of 6 layers is none: use 0.083 or more"):
+        make_share("kvsharer", drop=0.08).layer_map(model, layers)
     with pytest.raises(ShareError, match=r"drop=0.5 of 6 layers is 3, .* has 2 pairs: use share.drop=0.41 or less, or .* 0.5$"):
         make_share("kvsharer", drop=0.5).layer_map(model, layers)
     with pytest.raises(ArtefactError, match=r"for this model and these settings.*-o order=similar`$"):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvlab.artefacts import find_for, weights_hash
+from kvlab.artefacts import Artefact, find_for, weights_hash
 from kvlab.codecs.base import CodecError, register_codec
 from kvlab.codecs.basis import Basis, Projection
 from kvlab.codecs.chain import ChannelCodec
@@ -83,6 +83,10 @@ class Projected(ChannelCodec):
         return self.rotary
 
 
+_made: dict[tuple[Any, ...], dict[int, Basis]] = {}
+"""The bases that were made last, which nothing changes: each batch of a sweep attaches anew."""
+
+
 @register_codec("eigen")
 @dataclass(frozen=True)
 class Eigen(ChannelCodec):
@@ -111,20 +115,27 @@ class Eigen(ChannelCodec):
     def for_model(self, model: Any) -> Projected:
         """With the bases of this model's layers. Raises ArtefactError where there are none."""
         found = find_for(self, f"codec.{self.name}", weights=weights_hash(model))
-        curves, dims, tensors = found.content["curves"], found.content["dims"], found.tensors()
+        curves = found.content["curves"]
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         if len(curves) != layers:
             raise CodecError(
                 f"eigen artefact {found.key} is of a model with {len(curves)} layers, not {layers}: leave out "
                 f"codec.{self.name}.artefact"
             )
-        exact, bases = torch.promote_types(model.dtype, torch.float32), {}
-        for layer, (points, whole) in enumerate(zip(curves, dims, strict=True)):
+        made_of = (found.path, found.tensors_hash, self.error, model.device, torch.promote_types(model.dtype, torch.float32))
+        if made_of not in _made:
+            _made.clear()
+            _made[made_of] = self._bases(found, *made_of[3:])
+        return Projected(found.content["rotary"], _made[made_of], self.label)
+
+    def _bases(self, found: Artefact, device: torch.device, dtype: torch.dtype) -> dict[int, Basis]:
+        """As many directions of each layer as the error allows."""
+        tensors, bases = found.tensors(), {}
+        for layer, (points, whole) in enumerate(zip(found.content["curves"], found.content["dims"], strict=True)):
             keys, values = within([Point(*point) for point in points], self.error, tuple(whole))
             of_keys = projection(tensors[f"{layer}.keys.down"], tensors.get(f"{layer}.keys.up"), keys)
-            basis = Basis(of_keys, projection(tensors[f"{layer}.values.down"], None, values))
-            bases[layer] = basis.to(model.device, exact)
-        return Projected(found.content["rotary"], bases, self.label)
+            bases[layer] = Basis(of_keys, projection(tensors[f"{layer}.values.down"], None, values)).to(device, dtype)
+        return bases
 
     @property
     def label(self) -> str:

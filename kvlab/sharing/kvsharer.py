@@ -47,6 +47,8 @@ class KVSharer(Share):
                 f"kvsharer artefact {found.key} is of a model with {found.content['layers']} layers, not {len(layers)}: "
                 "leave out share.artefact"
             )
+        if self.drop and not wanted:
+            raise ShareError(f"share.drop={self.drop:g} of {len(layers)} layers is none: use {0.5 / len(layers):.2g} or more")
         if wanted > len(pairs):
             raise ShareError(
                 f"share.drop={self.drop:g} of {len(layers)} layers is {wanted}, and artefact {found.key} has "
