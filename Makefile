@@ -23,14 +23,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) --version) is too old, kvlab needs 3.11: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[wandb,dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[wandb,dashboard,dev]'
 	@touch $@
 
 setup: $(STAMP) ## install everything into .venv and fetch the embedded model (once)
 	@$(BIN)/python -m kvlab.embedded
 
-demo: setup ## the main job: five policies at two budgets on real text and on retrieval; prints the tables
+demo: setup ## the main job: five policies at two budgets on real text and on retrieval; prints the tables, writes the dashboard
 	@HF_HUB_OFFLINE=1 $(BIN)/kvlab run -m experiment=demo
+	@$(BIN)/kvlab dashboard outputs/demo --output outputs/demo/dashboard.html
 
 test: setup ## all fast tests
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(CORES) --dist worksteal --durations=20 -q $(PYTEST_FLAGS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvlab.policies import Policy, PolicyError, make_policy, policy_names, register
     from kvlab.session import Session, UnsupportedModel, attach
     from kvlab.shapes import Step
+    from kvlab.sharing import Share, ShareError, make_share, register_share, share_names
     from kvlab.tables import load_results
 
 __version__ = "0.1.0"
@@ -36,6 +37,8 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Session",
+    "Share",
+    "ShareError",
     "Step",
     "UnsupportedModel",
     "attach",
@@ -44,9 +47,12 @@ __all__ = [
     "load_results",
     "make_codec",
     "make_policy",
+    "make_share",
     "policy_names",
     "register",
     "register_codec",
+    "register_share",
+    "share_names",
 ]
 
 _HOME = {
@@ -59,6 +65,8 @@ _HOME = {
     "Policy": "policies",
     "PolicyError": "policies",
     "Session": "session",
+    "Share": "sharing",
+    "ShareError": "sharing",
     "Step": "shapes",
     "UnsupportedModel": "session",
     "attach": "session",
@@ -67,9 +75,12 @@ _HOME = {
     "load_results": "tables",
     "make_codec": "codecs",
     "make_policy": "policies",
+    "make_share": "sharing",
     "policy_names": "policies",
     "register": "policies",
     "register_codec": "codecs",
+    "register_share": "sharing",
+    "share_names": "sharing",
 }
 
 

@@ -14,18 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from kvlab.artefacts import Calibrated, find_for
 from kvlab.budget import Budget, BudgetError
-from kvlab.codecs import Codec, CodecError, codec_class, one_codec
+from kvlab.codecs import Codec, CodecError, chain, codec_class
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
-from kvlab.models import ModelSpec, spec_from_config
+from kvlab.models import ModelSpec, model_names, spec_from_config
 from kvlab.outline import device_of, dtype_of, fingerprint
 from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
 from kvlab.results import CellStore
 from kvlab.settings import SettingError, build
+from kvlab.sharing import Share, ShareError, share_class
 from kvlab.tracking import TrackingSettings
 
 RESULTS_VERSION = 1
@@ -51,6 +53,7 @@ GROUPS = (
 )
 KEYS = (*GROUPS, "name", "output_dir", "seed")
 """Top-level keys of a config."""
+Method = TypeVar("Method", bound=Calibrated)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Cell:
     policy: Policy
     budget: Budget
     codecs: tuple[Codec, ...]
+    share: Share | None
     task: Task
     protocol: Protocol
     runtime: Runtime
@@ -98,8 +102,6 @@ class Cell:
             if config.get(key):
                 raise SettingError(f"{key}: the file's first line must be `# @package _global_`, or its settings go nowhere")
         runtime = build(Runtime, config.get("runtime") or {}, "runtime")
-        if config.get("share"):
-            raise SettingError(f"share={config['share']!r}: nothing is available yet; use share=none")
         protocol_settings = _named(config, "protocol")
         protocol = build(protocol_class(protocol_settings["name"]), protocol_settings, "protocol", ignore=("name",))
         task_settings = _named(config, "task")
@@ -109,18 +111,21 @@ class Cell:
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
         budget = _budget(config.get("budget") or {}, policy)
+        model = _model(config.get("model"), runtime)
         codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
-        if (codec := one_codec(codecs)) is not None:
-            _check_codec(codec, policy, budget, protocol)
+        if (codec := chain(tuple(codecs.values()))) is not None:
+            check_codec(codec, policy, budget, protocol)
+        share = _share(config, model, protocol)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
             seed=_seed(config.get("seed", 0)),
-            model=_model(config.get("model"), runtime),
+            model=model,
             policy=policy,
             budget=budget,
-            codecs=codecs,
+            codecs=tuple(_settled(one, f"codec.{choice}", model) for choice, one in codecs.items()),
+            share=share,
             task=task.resolved(protocol),
             protocol=protocol,
             runtime=runtime,
@@ -157,7 +162,7 @@ class Cell:
             "policy": policy,
             "budget": self.budget_settings,
             "codec": [{"name": codec.name, **chosen(codec), **own_code(codec)} for codec in self.codecs],
-            "share": None,
+            "share": self.share and {"name": self.share.name, **chosen(self.share), **own_code(self.share)},
         }
 
     @property
@@ -175,14 +180,14 @@ class Cell:
         """Where the cell's results are."""
         last = f"{self.budget_label.replace(' %', 'pct').replace(' ', '_')}-{self.run_id[:8]}"
         # A folder's name must fit; the hash tells cells apart.
-        label = "+".join([self.policy_label, *self.codec_labels])[:LONGEST_LABEL]
+        label = "+".join(self.parts)[:LONGEST_LABEL].replace(" %", "pct")
         parts = (self.model.name, self.task.label, self.protocol.name, label, last)
         return self.output_dir.joinpath(self.name, *map(_safe, parts))
 
     @property
     def is_full(self) -> bool:
         """Whether nothing is evicted, coded or shared: what other cells are compared with."""
-        return self.policy.name == "full" and not self.codecs
+        return self.policy.name == "full" and not self.codecs and self.share is None
 
     def full_cache_results(self) -> list[Path]:
         """Folders of finished full-cache cells beside this one, which it may be compared with."""
@@ -217,15 +222,25 @@ class Cell:
     @property
     def codec_labels(self) -> list[str]:
         """Codecs with those settings that aren't defaults."""
-        return [codec.label for codec in self.codecs]
+        given = (self.config.get("codec") or {}).values()
+        return [_label(codec, settings) for codec, settings in zip(self.codecs, given, strict=True)]
+
+    @property
+    def share_label(self) -> str | None:
+        """The way of sharing with those settings that aren't defaults."""
+        return None if self.share is None else _label(self.share, self.config["share"])
+
+    @property
+    def parts(self) -> list[str]:
+        """Labels of what is at work: policy, codecs, sharing."""
+        return [self.policy_label, *self.codec_labels, *([self.share_label] if self.share_label else [])]
 
     @property
     def label(self) -> str:
         """For progress lines."""
         budget = "" if self.budget == Budget() else f" {self.budget_label}"
         protocol = "" if self.protocol.name == "prompt" else f", {self.protocol.name}"
-        work = " + ".join([self.policy_label, *self.codec_labels])
-        return f"{work}{budget}, {self.task.label}{protocol}"
+        return f"{' + '.join(self.parts)}{budget}, {self.task.label}{protocol}"
 
     @property
     def labels(self) -> list[str]:
@@ -241,7 +256,8 @@ class Cell:
     def at_work(self) -> dict[str, Any]:
         """What `attach` is given."""
         codec = {"codec": self.codecs} if self.codecs else {}
-        return {**self.protocol.at_work(self.policy, self.budget), **codec}
+        share = {"share": self.share} if self.share else {}
+        return {**self.protocol.at_work(self.policy, self.budget), **codec, **share}
 
     def summary(self) -> dict[str, Any]:
         """What result.json and W&B say of a cell."""
@@ -255,7 +271,7 @@ class Cell:
             "policy": self.policy.name,
             "policy_label": self.policy_label,
             "codec": self.codec_labels,
-            "share": None,
+            "share": self.share_label,
             "budget": self.budget_settings,
             "budget_label": self.budget_label,
             "labels": self.labels,
@@ -295,24 +311,56 @@ def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _codecs(settings: Any) -> tuple[Codec, ...]:
-    """Codecs in the order in which they are chosen; each has its settings below its own name."""
+def _codecs(settings: Any) -> dict[str, Codec]:
+    """Codecs by choice, in the order in which they are chosen; each has its settings below its own name."""
     if not settings:
-        return ()
+        return {}
     named = isinstance(settings, Mapping) and all(isinstance(one, Mapping) and one.get("name") for one in settings.values())
     if not named:
         raise SettingError(
             f"codec={settings!r}: choose with codec=NAME; its settings are below the name, such as codec.kivi2.residual=32"
         )
-    return tuple(
-        build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",)) for choice, one in settings.items()
-    )
+    return {
+        choice: build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",))
+        for choice, one in settings.items()
+    }
 
 
-def _check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
+def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol) -> Share | None:
+    """The way of sharing, None where each layer holds its own."""
+    if not config.get("share"):
+        return None
+    settings = _named(config, "share")
+    share = build(share_class(settings["name"]), settings, "share", ShareError, ("name",))
+    if protocol.simulated:
+        raise ShareError(f"share={share.name}: protocol {protocol.name} holds nothing to share; use share=none")
+    return _settled(share, "share", model)
+
+
+def _label(method: Codec | Share, settings: Mapping[str, Any]) -> str:
+    """A method's label; with the artefact where one was chosen by its key."""
+    key = settings.get("artefact")
+    return f"{method.label} {str(key)[:8]}" if key else method.label
+
+
+def _settled(method: Method, where: str, model: ModelSpec) -> Method:
+    """With the artefact that fits the model's files, where one is needed. Raises ArtefactError where there is none."""
+    if not method.calibrated:
+        return method
+    named = model.name if model.name in model_names() else model.source  # as `kvlab calibrate` takes it
+    found = find_for(method, where, model=named, fingerprint=fingerprint(model))
+    return dataclasses.replace(method, artefact=found.key)  # type: ignore[type-var]
+
+
+def check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
     """Raises CodecError for a codec that can't work with the policy or under the protocol."""
     if protocol.simulated:
         raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
+    if codec.needs_prompt and not protocol.compresses:
+        raise CodecError(
+            f"codec={codec.label}: protocol {protocol.name} has no prompt at whose end channels could be chosen: use "
+            "protocol=prompt, or a codec that needs none (codec=int4)"
+        )
     codec.check_policy(policy)
     if protocol.several_turns and policy.evicts and policy.drops and not (codec.sheds or budget.unlimited):
         raise CodecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,26 @@ from kvlab.evals import task_class, task_names
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_class, policy_names
 from kvlab.settings import SettingError, defaults
+from kvlab.sharing import share_class, share_names
+
+REGISTERED: dict[str, tuple[Callable[[], list[str]], Callable[[str], type]]] = {
+    "policy": (policy_names, policy_class),
+    "codec": (codec_names, codec_class),
+    "share": (share_names, share_class),
+    "task": (task_names, task_class),
+}
+"""Groups whose choices are registered dataclasses: their names, and what finds one."""
 
 
 def register_choices() -> None:
-    """Make every policy and task a choice of its config group. Plain values, since frozen dataclasses can't be overridden."""
+    """Make every registered class a choice of its config group. Plain values, since frozen dataclasses can't be overridden."""
     store = ConfigStore.instance()
     for name in codec_names():  # each below its own name, so that several can be chosen
         node = OmegaConf.create({"name": name, **defaults(codec_class(name))})
         store.store(group="codec", name=name, package=f"codec.{name}", node=node, provider="kvlab")
-    for group, names, find in (("policy", policy_names(), policy_class), ("task", task_names(), task_class)):
-        for name in names:
+    for group in ("policy", "share", "task"):
+        names, find = REGISTERED[group]
+        for name in names():
             values = defaults(find(name))
             if "seed" in values:
                 values["seed"] = "${seed}"
@@ -51,8 +62,8 @@ def config_dirs(own: str | None = None) -> list[Path]:
 
 def choices(group: str, own: str | None = None) -> dict[str, Path | None]:
     """Choices of a config group, by name; the file, or None for those that registered dataclasses give."""
-    registered = {"policy": policy_names, "codec": codec_names, "task": task_names}
-    found: dict[str, Path | None] = dict.fromkeys(registered.get(group, list)())
+    names = REGISTERED[group][0]() if group in REGISTERED else []
+    found: dict[str, Path | None] = dict.fromkeys(names)
     for folder in reversed(config_dirs(own)):
         for path in sorted((folder / group).rglob("*.yaml")):
             found[path.relative_to(folder / group).with_suffix("").as_posix()] = path
@@ -61,11 +72,10 @@ def choices(group: str, own: str | None = None) -> dict[str, Path | None]:
 
 def settings_of(group: str, name: str, own: str | None) -> list[str]:
     """Settings of one choice of a group."""
-    find: Any = {"policy": policy_class, "codec": codec_class, "task": task_class}.get(group)
     try:
         path = choices(group, own).get(name)
-        if find is not None and path is None:
-            return list(defaults(find(name)))
+        if group in REGISTERED and path is None:
+            return list(defaults(REGISTERED[group][1](name)))
         config: Any = OmegaConf.load(path) if path else {}
     except (ValueError, OSError, OmegaConfBaseException):
         return []

@@ -1,4 +1,4 @@
-"""The command line: `kvlab run`, `table`, `score`, `list`, `bench`, `analyze`, `calibrate` and others. Prints, no more."""
+"""The command line: `kvlab run`, `table`, `dashboard`, `score`, `list`, `bench`, `analyze` and others. Prints, no more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ EXAMPLES = """examples:
   kvlab run policy=h2o budget.ratio=0.2 task=passkey         one cell
   kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
   kvlab table outputs/runs --format latex                    the same table again
+  kvlab dashboard                                            the same as one HTML page, with samples
   kvlab list policies                                        what there is
   kvlab score longbench pred/my-model                        a benchmark's own output files
   kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
   kvlab bench decode                                         speed against transformers' own cache
   kvlab analyze heads                                        what a model's attention looks like
-  kvlab calibrate qaq                                        what a codec must know of a model
+  kvlab calibrate qaq                                        what a method must know of a model
   kvlab doctor                                               what this machine can run, and why not
 """
 
@@ -31,11 +33,13 @@ RUN_EXAMPLES = """settings (KEY=VALUE; several values with commas make a sweep):
   model=smollm2-135m                       or model=path model.path=<folder, .gguf file or hub id>
   policy=h2o policy.heavy_share=0.5        `kvlab list policies`
   codec=kivi2 codec.kivi2.residual=32      `kvlab list codecs`; settings are below the codec's name
+  share=kvsharer share.drop=0.25           `kvlab list shares`; first `kvlab calibrate kvsharer`
   budget.ratio=0.2                         or budget=tokens budget.tokens=128, budget=bytes budget.bytes=1000000, budget=none
   task=perplexity task.windows=16          or passkey, needle, ruler, prompts: `kvlab list tasks`
   protocol=prompt protocol.hold_back=16    or stream, chunked
   runtime.device=cuda runtime.dtype=bfloat16 runtime.batch_size=8
   logger=none                              no W&B
+  launcher=processes launcher.jobs=4       cells side by side; or launcher=slurm
   name=my_sweep output_dir=outputs seed=0
 
 examples:
@@ -54,6 +58,12 @@ TABLE_EXAMPLES = """examples:
   kvlab table outputs/runs --base h2o      differences to h2o instead of the full cache
 """
 
+DASHBOARD_EXAMPLES = """examples:
+  kvlab dashboard                          everything in outputs/, to dashboard.html
+  kvlab dashboard outputs/demo 'outputs/runs/*/passkey' --output demo.html
+  kvlab dashboard --serve                  at http://127.0.0.1:8765/, with new results as they come and all samples
+  kvlab dashboard --serve --port 0 --open no
+"""
 
 BENCH_EXAMPLES = """examples:
   kvlab bench decode prefill               time of a decode step, and of reading a prompt
@@ -75,6 +85,11 @@ CALIBRATE_EXAMPLES = """examples:
   kvlab calibrate qaq                      q_norm of the default model, on prose that comes with Python
   kvlab calibrate qaq --model path/to/model --file my_text.txt --tokens 4096
   kvlab calibrate qaq --model llama-2-7b --device cuda --dtype bfloat16 --texts 8
+  kvlab calibrate kvsharer                 which layers may share a cache: 30 texts of 64 tokens
+  kvlab calibrate kvsharer -o order=similar -o threshold=0.6
+  kvlab calibrate eigen                    bases of keys and values: 8 texts of 512 tokens
+  kvlab calibrate eigen --file my_text.txt --texts 128 --tokens 2048 -o basis=kq
+  kvlab list artefacts                     what was measured before, and how to use it
 """
 
 
@@ -96,13 +111,17 @@ examples:
 """
 
 
+LISTS = ("policies", "codecs", "shares", "compositions", "models", "tasks", "experiments", "artefacts")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 where something failed, 2 for a command that can't be."""
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads OpenMP: its threads must soon leave cores to the kernels
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     options, rest = _parser().parse_known_args(arguments)
     if rest and not options.takes_rest:
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        way = f" (settings: -o {rest[0]})" if hasattr(options, "settings") and re.match(r"\w+=", rest[0]) else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{way}")
     options.rest = rest
     try:
         return options.run(options)
@@ -162,15 +181,20 @@ def _parser() -> argparse.ArgumentParser:
 
     table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
 
+    board = add("dashboard", _dashboard, "show results in a browser: one HTML page that needs no network", DASHBOARD_EXAMPLES)
+    board.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
+    board.add_argument("--output", metavar="FILE", help="what to write (default: dashboard.html)")
+    board.add_argument("--serve", action="store_true", help="serve it on this machine, with new results as they come")
+    board.add_argument("--port", type=_port, help="to serve at; 0: any that is free (default: 8765)")
+    board.add_argument("--open", choices=["yes", "no"], help="open it in a browser (default: yes with --serve, else no)")
+
     scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
     scoring.add_argument("what", metavar="WHAT", help="longbench, alpaca, helm")
     scoring.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with them")
-    scoring.add_argument(
-        "-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="an option of the benchmark's"
-    )
+    _add_settings(scoring, "the benchmark's")
 
     listing = add("list", _list, "list what there is, one name a line")
-    listing.add_argument("what", choices=["policies", "codecs", "models", "tasks", "experiments"])
+    listing.add_argument("what", choices=LISTS)
     listing.add_argument("--markdown", action="store_true", help="print a Markdown table, as in the README")
     _add_own(listing)
 
@@ -186,10 +210,11 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_analyze(add("analyze", _analyze, "show what a model's attention looks like: tables and pictures", ANALYZE_EXAMPLES))
 
-    calibrate = add("calibrate", _calibrate, "measure what a codec must know of a model", CALIBRATE_EXAMPLES)
-    calibrate.add_argument("what", metavar="CODEC", help="qaq")
+    calibrate = add("calibrate", _calibrate, "measure what codecs and sharing must know of a model", CALIBRATE_EXAMPLES)
+    calibrate.add_argument("what", metavar="WHAT", help="qaq, kvsharer, eigen")
     _add_model(calibrate)
-    _add_text(calibrate)
+    _add_text(calibrate, by_default=False)
+    _add_settings(calibrate, "the measurement's")
 
     harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
     harness.usage = "kvlab lm_eval --model kvlab --model_args KEY=VALUE,... --tasks TASK ... [lm-eval's own options]"
@@ -212,10 +237,18 @@ def _add_analyze(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def _add_text(command: argparse.ArgumentParser) -> None:
+def _add_text(command: argparse.ArgumentParser, *, by_default: bool = True) -> None:
+    tokens, texts = (1024, 1) if by_default else (None, None)
+    said = ("1024", "1") if by_default else ("as the method says", "as the method says")
     command.add_argument("--file", help="a text, or a table with a column `text` (default: prose that comes with Python)")
-    command.add_argument("--tokens", type=_positive, default=1024, help="of each text (default: 1024)")
-    command.add_argument("--texts", type=_positive, default=1, help="pieces that the text is cut into (default: 1)")
+    command.add_argument("--tokens", type=_positive, default=tokens, help=f"of each text (default: {said[0]})")
+    command.add_argument(
+        "--texts", type=_positive, default=texts, help=f"pieces that are cut from the text (default: {said[1]})"
+    )
+
+
+def _add_settings(command: argparse.ArgumentParser, whose: str) -> None:
+    command.add_argument("-o", dest="settings", action="append", default=[], metavar="NAME=VALUE", help=f"an option of {whose}")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -252,7 +285,9 @@ def _run(options: argparse.Namespace) -> int:
     from kvlab.policies import import_modules
 
     import_modules(options.modules)
-    chosen = Options(options.force, options.dry_run) if options.no_table else Options(options.force, options.dry_run, _report)
+    chosen = Options(options.force, options.dry_run, tuple(options.modules))
+    if not options.no_table:
+        chosen = replace(chosen, report=_report)
     try:
         run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
     except CellsFailed as failed:
@@ -288,14 +323,40 @@ def _table(options: argparse.Namespace) -> int:
     return 0
 
 
+def _dashboard(options: argparse.Namespace) -> int:
+    from kvlab.dashboard import open_page, serve, write_dashboard
+
+    if options.serve:
+        if options.output:
+            raise ValueError("--serve writes no file: leave out --output, or --serve")
+        serve(options.where, 8765 if options.port is None else options.port, _say, options.open != "no")
+        return 0
+    if options.port is not None:
+        raise ValueError("--port goes with --serve: give both or neither")
+    output = Path(options.output or "dashboard.html").expanduser()
+    print(write_dashboard(options.where, output))
+    if options.open == "yes":
+        open_page(output.absolute().as_uri())
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _score(options: argparse.Namespace) -> int:
     from kvlab.score import SCORES
 
     _check_what("benchmark", [options.what], SCORES)
+    print(SCORES[options.what](options.paths, _settings(options)))
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """What `-o` gives. Raises ValueError where one isn't NAME=VALUE."""
     if wrong := next((setting for setting in options.settings if "=" not in setting), None):
         raise ValueError(f"-o {wrong}: use NAME=VALUE")
-    print(SCORES[options.what](options.paths, dict(setting.split("=", 1) for setting in options.settings)))
-    return 0
+    return dict(setting.split("=", 1) for setting in options.settings)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -307,7 +368,12 @@ def _list(options: argparse.Namespace) -> int:
 
         print(policy_table([policy_class(name) for name in policy_names()]))
         return 0
-    rows = _described(options.what, options.config_dir)
+    if options.what == "compositions":
+        from kvlab.compositions import tables
+
+        print(tables())
+        return 0
+    rows = _artefacts() if options.what == "artefacts" else _described(options.what, options.config_dir)
     if rows:
         print(_markdown([options.what, "what it is"], rows) if options.markdown else _columns(rows))
     return 0
@@ -315,15 +381,21 @@ def _list(options: argparse.Namespace) -> int:
 
 def _described(what: str, own: str | None) -> list[tuple[str, str]]:
     """Choices of a config group with a line on each: a docstring's, a model's description, or a file's first comment."""
-    from kvlab.choices import choices
-    from kvlab.codecs import codec_class
-    from kvlab.evals import task_class
-    from kvlab.policies import policy_class
+    from kvlab.choices import REGISTERED, choices
 
     group = {"policies": "policy"}.get(what, what.removesuffix("s"))
-    find: dict[str, Callable[[str], type]] = {"policy": policy_class, "codec": codec_class, "task": task_class}
     found = choices(group, own)
-    return [(name, summary(find[group](name)) if path is None else _about(path)) for name, path in found.items()]
+    return [(name, summary(REGISTERED[group][1](name)) if path is None else _about(path)) for name, path in found.items()]
+
+
+def _artefacts() -> list[tuple[str, str]]:
+    """What calibrations have left, the newest first; then files that are damaged."""
+    from kvlab.artefacts import artefacts, damaged
+
+    found = [
+        (one.key, f"{one.kind} of {one.about['model']}, {one.made[:10]}, {one.origin}; use: {one.use}") for one in artefacts()
+    ]
+    return [*found, *((path.stem, f"damaged: {fault}; delete {path}") for path, fault in damaged().items())]
 
 
 def _about(path: Path) -> str:
@@ -336,6 +408,12 @@ def _about(path: Path) -> str:
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: use a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number from 0 to 65535")
     return int(text)
 
 
@@ -380,12 +458,20 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    import yaml  # type: ignore[import-untyped]
+
     from kvlab.analyze import load
-    from kvlab.calibrate import CALIBRATIONS, run_calibration
+    from kvlab.calibrate import CALIBRATIONS, make_calibration, run_calibration
 
     _check_what("calibration", [options.what], CALIBRATIONS)
-    given = {name: getattr(options, name) for name in ("file", "tokens", "texts")}
-    run_calibration(options.what, load(options.model, options.device, options.dtype, **given), print)
+    try:
+        settings = {name: yaml.safe_load(value) for name, value in _settings(options).items()}
+    except yaml.YAMLError as error:
+        raise ValueError(f"-o {' -o '.join(options.settings)}: a value isn't YAML; quote it, or use a plain word") from error
+    calibration = make_calibration(options.what, settings)
+    tokens, texts = options.tokens or calibration.tokens, options.texts or calibration.texts
+    setup = load(options.model, options.device, options.dtype, file=options.file, tokens=tokens, texts=texts, held_out=True)
+    run_calibration(options.what, calibration, setup, print)
     return 0
 
 

@@ -48,6 +48,7 @@ def checks() -> list[Check]:
         _data(),
         _extra("wandb", "results also go to W&B (online where a key is known, else offline)", "logger=none is all there is"),
         _extra("datasets", "texts from the hub (task.dataset=...)", "texts come from files (task.file=...)"),
+        _extra("plotly", "kvlab dashboard", "there is no kvlab dashboard", "dashboard"),
         _benchmarks(),
     ]
 
@@ -132,7 +133,7 @@ def _benchmarks() -> Check:
     return Check("benchmarks", "ok", f"lm-eval {version('lm_eval')}; task=lm_eval, longbench, helm, alpaca")
 
 
-def _extra(package: str, gives: str, otherwise: str) -> Check:
+def _extra(package: str, gives: str, otherwise: str, extra: str = "") -> Check:
     if find_spec(package) is None:
-        return Check(package, "no", f"not installed, so {otherwise}: pip install 'kvlab[{package}]'")
+        return Check(package, "no", f"not installed, so {otherwise}: pip install 'kvlab[{extra or package}]'")
     return Check(package, "ok", f"{version(package)}: {gives}")

@@ -39,11 +39,13 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     prompts = sum(len(prompt.ids) for prompt in read) / len(read)
     after = (sum(map(cell.protocol.held, read)) + sum(sample.work for sample in every)) / len(read)
     rows = min(cell.runtime.batch_size, len(read))
-    with attach(model, cell.at_work["policy"], cell.at_work["budget"], cell.codecs, tokenizer=tokenizer) as session:
+    at_work = {name: value for name, value in cell.at_work.items() if name != "simulation"}
+    with attach(model, tokenizer=tokenizer, **at_work) as session:
         plan = session.plan
-        held = plan.budget.resolve([max(1, round(prompts))], plan.layers, new_tokens=0)
+        holding = [plan.layers[layer] for layer in plan.holders]
+        held = plan.budget.resolve([max(1, round(prompts))], holding, new_tokens=0)
         tokens = min(prompts, held[0]) if held else prompts + after
-        kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in plan.layers)
+        kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in holding)
     steps = after if cell.protocol.compresses else prompts + after
     seconds = 2 * weights * (prompts + after) * samples / _flops() + samples / rows * steps * len(plan.layers) * STEP_S
     if any(sample.new_tokens for sample in every):  # each new token reads all weights once a batch

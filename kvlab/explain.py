@@ -31,7 +31,9 @@ def explain(error: Exception, arguments: Sequence[str], own: str | None = None) 
         return f"{group[0]}={name}: there is no such choice{did_you_mean(name, known)}; choices: {', '.join(known)}{own_way}"
     if found := re.search(r"Could not override '([\w./@-]+)'", text):
         return _unknown_key(found[1], arguments, own)
-    if found := re.search(r"extraneous input|mismatched input|no viable alternative|token recognition|missing EQUAL", text):
+    if found := re.search(
+        r"extraneous input|mismatched input|no viable alternative|token recognition|missing EQUAL|NoViableAlt", text
+    ):
         return (
             f"{_unparsable(arguments)}: not of the form KEY=VALUE without blanks; several values as KEY=a,b, a list as "
             "KEY=[a,b], quotes around values with special characters, as in 'key=\"a=b\"'"
@@ -51,7 +53,7 @@ def explain(error: Exception, arguments: Sequence[str], own: str | None = None) 
 
 
 def _missing_group(text: str) -> tuple[str, str] | None:
-    found = re.search(r"(?:In '[^']*': )?Could not (?:find|load) '?([\w]+)/([^'\s]+)'?", text)
+    found = re.search(r"(?:In '[^']*': )?Could not (?:find|load) '?([\w]+)/([^'\s]*)'?", text)
     return (found[1], found[2].removesuffix(".yaml")) if found and found[1] in GROUPS else None
 
 
@@ -75,6 +77,8 @@ def _unknown_key(key: str, arguments: Sequence[str], own: str | None) -> str:
             "of their own with the same name=..., and compare with `kvlab table`"
         )
     known = settings_of(group, lacking, own)
+    if having := [choice for choice in choices(group, own) if not known and setting in settings_of(group, choice, own)]:
+        return f"{key} goes with {' or '.join(f'{group}={choice}' for choice in having)}; {group}={lacking} has no settings"
     has = f"; it has: {', '.join(known)}" if known else ""
     return f"{group}={lacking} has no setting {setting!r}{did_you_mean(setting, known)}{has}"
 

@@ -1,4 +1,4 @@
-"""All cells of a sweep: checked before anything is loaded, grouped by model, run one after the other, resumed, recorded.
+"""All cells of a sweep: checked before anything is loaded, run here or spread over workers, resumed, recorded.
 
 A cell that is finished is skipped, one that was interrupted goes on at its next sample, one that fails is recorded and the
 rest is run. `full` at several budgets is one cell.
@@ -6,10 +6,13 @@ rest is run. `full` at several budgets is one cell.
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +24,11 @@ from tqdm import tqdm
 from kvlab.cells import Cell
 from kvlab.estimate import Estimate, estimate
 from kvlab.evals import task_class, task_names
+from kvlab.policies import import_modules
 from kvlab.results import CellBusy, CellStore
 from kvlab.runner import run_cell
 from kvlab.settings import SettingError
+from kvlab.spread import Spread, spread_of
 from kvlab.tracking import make_tracker
 from kvlab.workbench import Workbench
 
@@ -34,10 +39,15 @@ class CellsFailed(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """force: run finished cells again; dry_run: say what would be run; report: called with the sweep's cells at its end."""
+    """How to run a sweep.
+
+    force: run finished cells again; dry_run: say what would be run; report: called with the sweep's cells at its end;
+    modules: the user's own, which workers import too
+    """
 
     force: bool = False
     dry_run: bool = False
+    modules: tuple[str, ...] = ()
     report: Callable[[Sequence[Cell]], None] = lambda cells: None
 
 
@@ -56,6 +66,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     """
     asked = [_cells(number, configs) for number in range(len(configs))]
     cells = [cell for group in asked for cell in group]
+    spread = _spread_over(configs)
     distinct = list({cell.folder: cell for cell in cells}.values())
     if len(distinct) < len(cells):
         why = "full cache has no budget, and batch size and the like change no result"
@@ -65,13 +76,28 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         _show_plan(distinct, groups)
         return [None] * len(configs)
     _check_places(distinct)
-    failed, busy = _run_groups(distinct, groups, options.force)
+    if spread.here:
+        failed, busy = _run_groups(distinct, groups, options.force)
+    else:
+        failed, busy = _run_elsewhere(spread, distinct, groups, options)
     options.report(distinct)
     if failed:
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
     if busy:
-        raise CellsFailed(f"{len(busy)} of {_count(distinct)} are left to another process: {busy[0].folder}")
+        raise CellsFailed(
+            f"{len(busy)} of {_count(distinct)} are left, to another process or the same command: {busy[0].folder}"
+        )
     return [_main_value(group[0]) for group in asked]
+
+
+def _spread_over(configs: Sequence[DictConfig]) -> Spread:
+    """Where the sweep's cells run, which is the same for all."""
+    found = [plain(config).get("launcher") for config in configs]
+    if any(settings != found[0] for settings in found):
+        raise SettingError("launcher: a sweep has one; give its settings one value each")
+    spread = spread_of(found[0])
+    spread.check()
+    return spread
 
 
 def _check_places(cells: Sequence[Cell]) -> None:
@@ -161,6 +187,111 @@ def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) ->
                     busy.append(cell)
             group.bench.release()
     return failed, busy
+
+
+def _run_elsewhere(
+    spread: Spread, cells: Sequence[Cell], groups: Sequence[_Group], options: Options
+) -> tuple[list[Cell], list[Cell]]:
+    """Have workers run what is left; the cells that failed, and those that are left."""
+    left = [cell for group in groups for cell, _ in group.left]
+    if len(left) < len(cells):
+        say(f"{len(cells) - len(left)} of {_count(cells)} finished before (--force runs them again)")
+    if not left:
+        return [], []
+    if options.force:
+        for cell in left:
+            with CellStore(cell.folder).locked():
+                CellStore(cell.folder).set_aside()
+    work = Work(tuple(cell.config for cell in left), options.modules, time.time())
+    say(f"{_count(left)} to run over {spread.name}")
+    with _watched(left, sum(n for group in groups for _, n in group.left)):
+        notice = spread.run(work, len(left), left[0].output_dir / ".jobs")
+    if notice:
+        say(notice)
+    failed = [cell for cell in left if work.failed(cell)]
+    return failed, [cell for cell in left if not work.settled(cell)]
+
+
+@contextmanager
+def _watched(cells: Sequence[Cell], total: int) -> Iterator[None]:
+    """A bar of the samples that appear in the store, whoever writes them."""
+
+    def count() -> int:
+        return sum(CellStore(cell.folder).count() for cell in cells)
+
+    def follow() -> None:
+        while not over.wait(1.0):
+            bar.update(count() - before - bar.n)
+
+    before, over = count(), threading.Event()
+    with tqdm(total=total, unit="sample", disable=None, leave=False) as bar:
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each of several workers does: walk over all cells, and run those that nobody runs.
+
+    configs  of the cells; modules: the user's own; since: when the sweep began, so that failures before it are tried again
+    """
+
+    configs: tuple[dict[str, Any], ...]
+    modules: tuple[str, ...]
+    since: float
+
+    def __call__(self, number: int, of: int) -> None:
+        """Worker `number` of so many; each begins elsewhere. Ends when nothing is left that nobody runs."""
+        import_modules(self.modules)
+        cells = [Cell.of(config) for config in self.configs]
+        start = number * len(cells) // of
+        order, benches = [*cells[start:], *cells[:start]], dict[str, Workbench]()
+        while left := [cell for cell in order if not self.settled(cell)]:
+            waiting = [cell for cell in left if self._waits(cell, cells)]
+            ran = [self._ran(cell, benches, len(cells)) for cell in left if cell not in waiting and not self.settled(cell)]
+            if not any(ran):
+                if not waiting:
+                    return
+                time.sleep(1.0)
+
+    def _ran(self, cell: Cell, benches: dict[str, Workbench], total: int) -> bool:
+        """Run a cell; False if another worker does."""
+        bench = benches.get(repr(cell.model))
+        if bench is None:  # one model at a time
+            for other in benches.values():
+                other.release()
+            benches.clear()
+            bench = benches[repr(cell.model)] = Workbench(cell.model)
+        try:
+            bench.check(cell)
+            _run_one(cell, bench, False, lambda done: None, f"[of {total}]")
+        except CellBusy:
+            return False
+        return True
+
+    def _waits(self, cell: Cell, cells: Sequence[Cell]) -> bool:
+        """Whether a cell is judged against a full cache's answers that aren't all there yet, but will be by this sweep."""
+        if cell.is_full or not cell.task.needs_full:
+            return False
+        fulls = [other for other in cells if other.is_full and other.comparison_id == cell.comparison_id]
+        return any(not self.settled(full) for full in fulls)
+
+    def settled(self, cell: Cell) -> bool:
+        """Whether a cell is finished, or failed in this sweep."""
+        return CellStore(cell.folder).finished(cell.run_id) or self.failed(cell)
+
+    def failed(self, cell: Cell) -> bool:
+        """Whether a cell failed since the sweep began."""
+        result = CellStore(cell.folder).result() or {}
+        when = result.get("provenance", {}).get("started")
+        if result.get("status") != "failed" or when is None:
+            return False
+        return datetime.datetime.fromisoformat(when).timestamp() >= int(self.since)
 
 
 def _run_one(cell: Cell, bench: Workbench, force: bool, progress: Callable[[int], Any], place: str) -> bool:

@@ -172,8 +172,8 @@ class Stream(Protocol):
     def read_context(self, feed: Feed, rows: Sequence[Sequence[int]], prefill_chunk: int | None) -> None:
         """All steps."""
         with feed.cache.stepwise():
-            for part in in_segments(rows, self.segment(prefill_chunk or max(1, READ_TOKENS // len(rows)))):
-                feed(part)
+            for _ in feed.steps(rows, self.segment(prefill_chunk or max(1, READ_TOKENS // len(rows)))):
+                pass
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ class Reader:
         held = [prompt.ids[len(ids) : -1] for ids, prompt in zip(contexts, prompts, strict=True)]
         if any(held):
             with cache.stepwise():
-                for part in in_segments(held, self.protocol.segment(max(1, READ_TOKENS // len(held)))):
-                    feed(part)
+                for _ in feed.steps(held, self.protocol.segment(max(1, READ_TOKENS // len(held)))):
+                    pass
         tokens = sum(len(ids) for ids, _, _ in shared)
         together = self.protocol.segment(max(1, SCORE_TOKENS // len(prompts)))
         return Reading(feed, tuple(prompt.ids[-1] for prompt in prompts), prefill_s, tokens, together)

@@ -70,6 +70,17 @@ class Feed:
         )
         return output.logits if logits else None
 
+    def steps(
+        self, rows: Sequence[Sequence[int]], size: int, logits: bool = False
+    ) -> Iterator[tuple[list[Sequence[int]], Any]]:
+        """Feed these tokens inside `stepwise`, `size` of each row a call or as many as the cache can take; and their logits."""
+        start, longest = 0, max(len(row) for row in rows)
+        while start < longest:
+            end = start + self.cache.step_tokens(min(size, longest - start))
+            part = [row[start:end] for row in rows]
+            yield part, self(part, logits)
+            start = end
+
     def fork(self, policy: Policy | None = None) -> Feed:
         """The same on a copy of the cache."""
         other = Feed(self.model, self.cache.fork(policy), len(self.ids), self.pad_id)
@@ -141,9 +152,7 @@ class Reading:
         fed = [(last, *row[:-1]) for last, row in zip(self.last, continuations, strict=True)]
         scored = [Scored(tuple(row), [], []) for row in continuations]
         with self.feed.cache.stepwise():
-            for part in in_segments(fed, self.together):
-                logits = self.feed(part, logits=True)
-                assert logits is not None
+            for part, logits in self.feed.steps(fed, self.together, logits=True):
                 for one, piece, row in zip(scored, part, logits, strict=True):
                     done = len(one.logprobs)
                     gold = torch.tensor(one.ids[done : done + len(piece)], device=row.device, dtype=torch.long)

@@ -30,7 +30,7 @@ _LATEX = {
 }
 
 
-class _Sheet(NamedTuple):
+class Sheet(NamedTuple):
     """A table as text: what every format but CSV starts from. `right` says which columns are numbers."""
 
     title: str
@@ -52,7 +52,7 @@ def render(items: Sequence[Comparison | Breakdown], fmt: str = "md") -> str:
     if fmt == "csv":
         return _csv([record for item in items for record in _records(item)])
     write = {"md": _markdown, "latex": _latex, "text": _text}[fmt]
-    return "\n\n".join(write(_comparison_sheet(i) if isinstance(i, Comparison) else _breakdown_sheet(i)) for i in items)
+    return "\n\n".join(write(comparison_sheet(i) if isinstance(i, Comparison) else _breakdown_sheet(i)) for i in items)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -165,7 +165,8 @@ def _columns(metric: str, base: str) -> list[_Column]:
     ]
 
 
-def _comparison_sheet(item: Comparison) -> _Sheet:
+def comparison_sheet(item: Comparison) -> Sheet:
+    """A comparison's rows as text, in its order; without columns that are empty or, said above it, the same in all rows."""
     about = [_metricone_line(item)]
     shown = []
     for found in _columns(item.metric, item.base):
@@ -177,7 +178,7 @@ def _comparison_sheet(item: Comparison) -> _Sheet:
             shown.append(found)
     rows = [[found.text(row) for found in shown] for row in item.rows]
     notes = [NOISE] if any(cell.startswith("≈") for row in rows for cell in row) else []
-    return _Sheet(
+    return Sheet(
         item.title,
         " · ".join(filter(None, about)),
         [found.header for found in shown],
@@ -187,7 +188,7 @@ def _comparison_sheet(item: Comparison) -> _Sheet:
     )
 
 
-def _breakdown_sheet(item: Breakdown) -> _Sheet:
+def _breakdown_sheet(item: Breakdown) -> Sheet:
     counts = {n for _, _, found in item.rows for _, _, n in found.values()}
     samples = f"n: {' to '.join(map(str, sorted({min(counts), max(counts)})))} a place" if counts else ""
     rows = []
@@ -198,14 +199,14 @@ def _breakdown_sheet(item: Breakdown) -> _Sheet:
     header = ["policy", "budget", *item.by[:-1], *(f"{item.by[-1]}={value}" for value in item.columns)]
     right = [index >= 2 for index in range(len(header))]
     notes = [f"Warning: {one_line(warning)}" for warning in item.warnings]
-    return _Sheet(item.title, " · ".join(filter(None, [_metricone_line(item), samples])), header, right, rows, notes)
+    return Sheet(item.title, " · ".join(filter(None, [_metricone_line(item), samples])), header, right, rows, notes)
 
 
 def _metricone_line(item: Comparison | Breakdown) -> str:
     return f"{item.metric}, {item.better} is better" if item.metric and item.better else item.metric
 
 
-def _markdown(sheet: _Sheet) -> str:
+def _markdown(sheet: Sheet) -> str:
     def line(cells: Iterable[str]) -> str:
         return "| " + " | ".join(_md(cell) for cell in cells) + " |"
 
@@ -219,7 +220,7 @@ def _md(text: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text.replace("|", "\\|"))  # what would be taken for a tag
 
 
-def _text(sheet: _Sheet) -> str:
+def _text(sheet: Sheet) -> str:
     widths = [max(map(len, cells)) for cells in zip(sheet.header, *sheet.rows, strict=True)]
 
     def line(cells: Iterable[str]) -> str:
@@ -232,7 +233,7 @@ def _text(sheet: _Sheet) -> str:
     )
 
 
-def _latex(sheet: _Sheet) -> str:
+def _latex(sheet: Sheet) -> str:
     def line(cells: Iterable[str]) -> str:
         text = " & ".join(map(_tex, cells))
         return ("{}" if text.startswith(("[", "*")) else "") + text + r" \\"  # after \\ they would be an option of it

@@ -5,6 +5,8 @@
         samples.jsonl   one line per finished sample; what a later attempt goes on from
         result.json     metrics, memory, speed, provenance; written when the cell is finished or has failed
         error.txt       the traceback of a failed cell
+    <output_dir>/<name>/<model>/<task>/
+        prompts-<hash>.jsonl    what was asked, as text: once for all cells that ask the same
 
 Files appear whole or not at all; samples are appended batch by batch.
 """
@@ -13,13 +15,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import filelock
 import yaml  # type: ignore[import-untyped]
+
+from kvlab.files import write_whole
 
 SCHEMA = 1
 """Layout of result.json."""
@@ -53,6 +57,10 @@ class CellStore:
     def records(self) -> list[Record]:
         """All finished samples."""
         return read_records(self.samples_file)[0]
+
+    def count(self) -> int:
+        """How many samples are finished, without reading them."""
+        return self.samples_file.read_bytes().count(b"\n") if self.samples_file.exists() else 0
 
     def repair(self) -> None:
         """Drop lines that an interrupted write left behind, so that later ones stand alone. Only under the lock."""
@@ -108,6 +116,11 @@ class CellStore:
             lock.release()
 
 
+def prompts_file(cell: Path, digest: str) -> Path:
+    """Texts of the prompts of a cell's folder, by the hash that its result has of them. Older stores have none."""
+    return cell.resolve().parents[2] / f"prompts-{digest}.jsonl"
+
+
 def read_records(file: Path) -> tuple[list[Record], int]:
     """Samples of a file, and how many lines are none: an interrupted write leaves a part of one."""
     records: list[Record] = []
@@ -125,16 +138,6 @@ def read_records(file: Path) -> tuple[list[Record], int]:
     return records, broken
 
 
-def as_lines(records: Sequence[Record]) -> str:
+def as_lines(records: Iterable[Record]) -> str:
     """Samples as they stand in a file."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers and later attempts see all of it or what was there before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

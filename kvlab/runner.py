@@ -7,7 +7,6 @@ from the records alone, so an interrupted cell ends with the numbers of an unint
 from __future__ import annotations
 
 import datetime
-import hashlib
 import itertools
 import os
 import platform
@@ -28,12 +27,13 @@ import torch
 import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Finished, Record, Sample
+from kvlab.evals.shown import as_text, prompts_hash
 from kvlab.measure import PeakMemory, now
 from kvlab.models import ModelSpec, load_spec, resolve_model
 from kvlab.outline import fingerprint
 from kvlab.protocol import Reader
 from kvlab.reading import Reading
-from kvlab.results import SCHEMA, CellStore
+from kvlab.results import SCHEMA, CellStore, as_lines, prompts_file, write_whole
 from kvlab.session import attach
 from kvlab.tracking import Tracker
 from kvlab.workbench import Workbench
@@ -58,6 +58,7 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     peak = PeakMemory()
     try:
         samples = bench.samples(cell)
+        _keep_prompts(cell, bench, samples)
         records = _finish_samples(cell, bench, store, samples, tracker, progress, peak)
         finished = _finished(cell, bench, samples, records)
         if (judged := cell.task.judge(finished)) is not records:
@@ -96,6 +97,13 @@ def _finished(cell: Cell, bench: Workbench, samples: Sequence[Sample], records: 
     about = {**cell.summary(), "git_commit": git_commit()}
     shared = cell.output_dir / cell.name
     return Finished(cell.folder, shared, about, samples, records, full, load, lambda name: fingerprint(spec(name)))
+
+
+def _keep_prompts(cell: Cell, bench: Workbench, samples: Sequence[Sample]) -> None:
+    """Write what is asked, as text, where no cell before has."""
+    file = prompts_file(cell.folder, prompts_hash(samples))
+    if not file.exists():
+        write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
 
 
 def _finish_samples(
@@ -249,7 +257,6 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
     memory["parts"] = {name.removeprefix(PART): statistics.fmean(one.get(name, 0) for one in held) for name in parts}
     seen = sum(record["memory"]["seen"] for record in records)
     memory["kept_fraction"] = sum(record["memory"]["kept"] for record in records) / seen if seen else 1.0
-    prompts = [prompt.ids for sample in samples for prompt in sample.prompts]
     return {
         "main_metric": main,
         "metrics": metrics,
@@ -258,8 +265,8 @@ def _summed_up(cell: Cell, samples: Sequence[Sample], records: Sequence[Record])
         "query_aware": any(record["query_aware"] for record in records),
         "prompts": {
             "samples": len(samples),
-            "tokens": sum(map(len, prompts)),
-            "hash": hashlib.blake2b(repr(prompts).encode(), digest_size=8).hexdigest(),
+            "tokens": sum(len(prompt.ids) for sample in samples for prompt in sample.prompts),
+            "hash": prompts_hash(samples),
         },
     }
 

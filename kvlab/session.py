@@ -5,7 +5,7 @@ What is changed on the model, and undone on leaving, also through an exception, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from kvlab.budget import Budget, BudgetError
 from kvlab.cache import KVCache, Memory
 from kvlab.cache.plan import Plan
-from kvlab.codecs import Codec, CodecError, one_codec
+from kvlab.codecs import Codec, CodecError, chain
 from kvlab.kernels.dispatch import choose
 from kvlab.policies.base import Policy, PolicyError
 from kvlab.seam import Seam
 from kvlab.shapes import Outputs, Step
+from kvlab.sharing import Share, ShareError, map_of
 from kvlab.support import UnsupportedModel, check_model, no_rolling
 from kvlab.vocab import Vocab
 
@@ -69,8 +70,8 @@ def attach(
     model: PreTrainedModel,
     policy: Policy,
     budget: Budget | None = None,
-    codec: Codec | Sequence[Codec] = (),
-    share: object | None = None,
+    codec: Codec | Sequence[Codec] | None = (),
+    share: Share | Mapping[int, int] | None = None,
     tokenizer: Any = None,
     kernels: str = "auto",
     watch: Callable[[Step], None] | None = None,
@@ -80,8 +81,8 @@ def attach(
 
     model      a transformers model whose attention goes through the attention interface
     policy     from `make_policy`; budget: None means no limit
-    codec      from `make_codec`: how keys and values are held; none: as they come
-    share      reserved for sharing between layers; nothing is available yet
+    codec      from `make_codec`: how keys and values are held, or two in a row, channels first; none: as they come
+    share      from `make_share`, or target -> source: layers that read an earlier layer's cache and hold none; chains allowed
     tokenizer  needed by policies that treat special tokens or punctuation apart; or a `Vocab` made of one
     watch      is shown each layer at a turn's end, before anything leaves: `step.looks()` gives the attention of all queries of
                the turn, some at a time
@@ -90,11 +91,9 @@ def attach(
 
     Yields a Session: `cache = session.new_cache()`, then `model.generate(..., cache=cache)`. Calls without a kvlab cache
     behave as stock. Sessions may be nested and several caches may be alive at once.
-    Raises UnsupportedModel, PolicyError, CodecError or BudgetError, each with what to change.
+    Raises UnsupportedModel, PolicyError, CodecError, ShareError or BudgetError, each with what to change.
     """
-    if share is not None:
-        raise ValueError("share is not available yet; leave it out")
-    coding = one_codec((codec,) if isinstance(codec, Codec | str) else tuple(codec))
+    coding = chain((codec,) if isinstance(codec, Codec | str) else tuple(codec or ()))
     if budget is not None and not isinstance(budget, Budget):
         raise BudgetError(f"budget={budget!r}: pass a Budget, such as Budget(ratio=0.2)")
     if simulation is not None and policy.evicts:
@@ -102,12 +101,16 @@ def attach(
     layers = check_model(model)
     choose(kernels, model.device.type, model.dtype)
     _check_policy(model, policy, tokenizer)
+    sources = map_of(share, model, layers)
+    if sources and (simulation is not None or watch is not None):
+        raise ShareError(f"{'a simulation' if watch is None else 'watch'} looks at each layer by itself; leave out share")
     if coding is not None:
+        coding = coding.for_model(model)
         _check_codec(model, policy, coding, simulation is not None)
     if policy.rolling:  # keys without rotation are held in float32 at least
         layers = tuple(replace(layer, key_itemsize=max(4, layer.key_itemsize)) for layer in layers)
     if coding is not None:
-        layers = tuple(coding.fitted(layer) for layer in layers)
+        layers = tuple(coding.fitted(idx, layer) for idx, layer in enumerate(layers))
     over: list[bool] = []
     plan = Plan(
         policy=policy,
@@ -119,6 +122,7 @@ def attach(
         kernels=kernels,
         watch=watch,
         simulation=simulation,
+        sources=sources,
         ended=lambda: bool(over),
     )
     seam = Seam.of(model)
@@ -141,7 +145,7 @@ def _check_policy(model: PreTrainedModel, policy: Policy, tokenizer: Any) -> Non
 
 def _check_codec(model: PreTrainedModel, policy: Policy, codec: Codec, simulated: bool) -> None:
     if simulated:
-        raise CodecError(f"a simulation holds nothing that codec {codec.name} could encode; leave out one of the two")
+        raise CodecError(f"a simulation holds nothing that codec {codec.label} could encode; leave out one of the two")
     codec.check_policy(policy)
     if codec.pre_rope and (reason := no_rolling(model, "rope=post" if hasattr(codec, "rope") else "another codec")):
-        raise CodecError(f"codec {codec.name} holds keys without their rotation, which {reason}")
+        raise CodecError(f"codec {codec.label} holds keys without their rotation, which {reason}")

@@ -65,6 +65,14 @@ def no_rolling(model: PreTrainedModel, instead: str = "rolling=false") -> str | 
     return None
 
 
+def rotates(model: PreTrainedModel) -> bool:
+    """Whether a model rotates keys and queries by their positions, in this or in a way that kvlab doesn't know."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None):
+        return True
+    return any("Rotary" in type(module).__name__ for module in model.modules())
+
+
 def _other_cache(config: Any) -> str | None:
     """Why a model's cache is not one of keys and values for each layer and token, if so."""
     if not getattr(config, "num_attention_heads", None):
@@ -93,3 +101,10 @@ def geometry(config: Any, itemsize: int) -> tuple[LayerGeometry, ...]:
         types = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in types]
     return tuple(LayerGeometry(kv_heads, dim, dim, width, itemsize, itemsize) for width in windows)
+
+
+def layer_kinds(model: PreTrainedModel) -> tuple[tuple[object, ...], ...]:
+    """What each layer's config says of its window and its rotation, so that layers of one kind treat positions alike."""
+    config = model.config.get_text_config(decoder=True)
+    parts = [getattr(config, name, None) for name in ("layer_types", "no_rope_layers")]
+    return tuple(tuple(part[layer] for part in parts if part) for layer in range(config.num_hidden_layers))

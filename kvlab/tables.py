@@ -120,16 +120,25 @@ class Comparison:
     base: str = "full"
 
 
+def places_of(where: Where) -> list[Path]:
+    """The folders and globs that were given."""
+    return [Path(place) for place in ([where] if isinstance(where, str | Path) else where)]
+
+
+def matching(place: Path) -> list[Path]:
+    """What a path is, or a glob leads to."""
+    anchor = Path(place.anchor)
+    return [place] if place.exists() else list(anchor.glob(str(place.relative_to(anchor))))
+
+
 def find_cells(where: Where) -> list[Path]:
     """Folders with a `result.json` at or below the given folders and globs, sorted, each once.
 
     Raises ValueError for a folder or glob that leads to none.
     """
     cells: dict[Path, Path] = {}
-    for place in map(Path, [where] if isinstance(where, str | Path) else where):
-        anchor = Path(place.anchor)
-        starts = [place] if place.exists() else anchor.glob(str(place.relative_to(anchor)))
-        files = [file for start in starts for file in ([start] if start.is_file() else start.rglob("result.json"))]
+    for place in places_of(where):
+        files = [file for start in matching(place) for file in ([start] if start.is_file() else start.rglob("result.json"))]
         files = [file for file in files if not (file.parent / BENCHMARK_FILES).exists()]
         here = {file.parent.resolve(): file.parent for file in files if file.name == "result.json"}
         if not here:
@@ -211,7 +220,7 @@ def _facts(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
         "policy": result["policy"],
         "policy_label": result.get("policy_label") or result["policy"],
         **{unit: budget.get(unit) for unit in UNITS},
-        "codec": ", ".join(str(codec) for codec in result.get("codec") or []),
+        "codec": "+".join(str(codec) for codec in result.get("codec") or []),
         "share": None if not result.get("share") else str(result["share"]),
         "query_aware": result.get("query_aware"),
         "labels": ", ".join(str(label) for label in result.get("labels") or []),

@@ -110,7 +110,7 @@ class Workbench:
         lengths = [cell.protocol.known_len(prompt) for sample in samples for prompt in sample.prompts]
         with attach(model, tokenizer=tokenizer, **cell.at_work) as session:
             plan = session.plan
-            held = plan.budget.resolve([min(lengths)], plan.layers, new_tokens=0)
+            held = plan.budget.resolve([min(lengths)], [plan.layers[layer] for layer in plan.holders], new_tokens=0)
             if held is not None and held[0] < plan.least and cell.policy.evicts:
                 raise BudgetError(
                     f"budget.ratio={cell.budget.ratio} holds {held[0]} of the shortest prompt's {min(lengths)} tokens, fewer "

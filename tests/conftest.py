@@ -32,6 +32,7 @@ install_import_hook(
 import functools
 import importlib.util
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ FAST_FAMILIES = ("llama", "opt", "gemma3")
 
 def pytest_addoption(parser):
     parser.addoption("--policy-file", action="append", default=[], help="test the policies that this file registers")
+    parser.addoption("--whole", action="store_true", help="run all of big grids, of which each push runs a part")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
+def pytest_collection_modifyitems(config, items):
+    """Where a module says THINNED = n each push runs about one in n of its parametrised tests, the slow suite the others."""
+    for item in [] if config.getoption("--whole") else items:
+        parts = getattr(item.module, "THINNED", 1)
+        if parts > 1 and hasattr(item, "callspec") and zlib.crc32(item.name.encode()) % parts:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config):

@@ -352,12 +352,16 @@ def test_every_analysis_writes_its_files_and_says_what_it_found(tmp_path, capsys
     assert (code, err) == (0, "")
     folder = tmp_path / "new" / "folder"
     tables = {"sparsity", "heavy_hitters", "heavy_hitters_curve", "persistence", "heads", "hash"}
-    assert {path.name for path in folder.iterdir()} == {f"{name}.csv" for name in tables} | {f"{n}.png" for n in ANALYSES}
+    others = {f"{name}{end}" for name in ANALYSES for end in (".png", ".json")}
+    assert {path.name for path in folder.iterdir()} == {f"{name}.csv" for name in tables} | others
     assert out.count("tiny-llama, 2 texts of 40 tokens") == len(ANALYSES)
     for path in folder.iterdir():
         assert str(path) in out
         if path.suffix == ".csv":
             assert len(pd.read_csv(path)) and "NaN" not in path.read_text()
+        elif path.suffix == ".json":
+            (analysis,) = json.loads(path.read_text())["analyses"].values()
+            assert len(analysis["rows"]) == len(pd.read_csv(path.with_suffix(".csv"))) and "NaN" not in path.read_text()
         else:
             assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
@@ -387,7 +391,7 @@ def test_without_matplotlib_there_are_tables_and_a_hint(tmp_path, capsys, monkey
     code, out, err = kvlab("analyze", "hash", "sparsity", *TINY, "--output", str(tmp_path), capsys=capsys)
     assert code == 0 and "files: " in out and ".png" not in out
     assert err.count("\n") == 1 and "pip install 'kvlab[plots]'" in err
-    assert {path.name for path in tmp_path.iterdir()} == {"hash.csv", "sparsity.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hash.csv", "hash.json", "sparsity.csv", "sparsity.json"}
 
 
 def test_a_file_is_read_in_pieces_that_begin_as_a_text_does(tmp_path, capsys):

@@ -38,12 +38,16 @@ from kvlab.tiny import tiny_families, tiny_tokenizer
 from naive_codecs import NaiveCodecCache, attention
 
 KIVI = {"group": 4, "residual": 12}
+THINK = {"obs_window": 8, "recent": 6}
 CODECS = {
     "kivi2": lambda: make_codec("kivi", **KIVI),
     "kivi4": lambda: make_codec("kivi", bits=4, **KIVI),
     "int4": lambda: make_codec("int"),
     "int by channel": lambda: make_codec("int", axis="channel", group=4),
+    "think": lambda: make_codec("think", **THINK),
+    "think+kivi2": lambda: (make_codec("think", **THINK), make_codec("kivi", **KIVI)),
 }
+CHAINS = ("kivi2", "int4", "think", "think+kivi2")
 WIDE = torch.float64
 """Where two ways of computing the same are compared: a number on the border of two codes gets either in float32, and then all
 that follows differs; in float64 none is that near."""
@@ -138,7 +142,7 @@ def test_the_model_is_as_before(tiny, codec):
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
-@models_and_codecs("llama-kivi2", "gemma3-kivi2", "opt-int4")
+@models_and_codecs("llama-kivi2", "gemma3-kivi2", "opt-int4", "llama-think+kivi2", codecs=CHAINS)
 def test_padded_rows_equal_their_prompts_alone(tiny, codec, side):
     """One prompt is shorter than the residual; a second turn has pads too."""
     rows, more = rows_of(60, 43, 9), rows_of(7, 21, 13, seed=1)
@@ -161,7 +165,7 @@ def test_padded_rows_equal_their_prompts_alone(tiny, codec, side):
                 assert [counts[row] for counts in together] == [counts[0] for counts in apart]
 
 
-@models_and_codecs("llama-kivi2")
+@models_and_codecs("llama-kivi2", codecs=CHAINS)
 def test_generate(tiny, codec):
     """Greedy equals one call a token; samples of one prompt equal those of a repeated prompt."""
     ids, mask = padded(rows_of(40, 33), "left")
@@ -179,7 +183,7 @@ def test_generate(tiny, codec):
     assert torch.equal(found[0], found[2])
 
 
-@models_and_codecs("llama-kivi2")
+@models_and_codecs("llama-kivi2", codecs=CHAINS)
 def test_beams_score_what_their_tokens_score(tiny, codec):
     ids, mask = padded(rows_of(40, 31), "left")
     options = {**GREEDY, "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 14, "output_scores": True}
@@ -218,7 +222,7 @@ def test_reordered_rows(tiny, codec):
 # ----------------------------------------------------------------------------------------------- turns, forks, one by one
 
 
-@models_and_codecs("gemma3-kivi2")
+@models_and_codecs("gemma3-kivi2", codecs=CHAINS)
 def test_forks(tiny, codec):
     prompt, first, second = talk(2, 50, 14, 14)
     with coded(tiny, codec, dtype=WIDE) as session:
@@ -255,7 +259,7 @@ def test_a_fork_under_no_budget_holds_on_to_all(codec, name):
         assert feed.cache.memory().kv_bytes < fork.cache.memory().kv_bytes
 
 
-@models_and_codecs("gemma3-kivi2", "opt-int4")
+@models_and_codecs("gemma3-kivi2", "opt-int4", "llama-think", codecs=CHAINS)
 def test_chunks_make_one_turn(tiny, codec):
     """Nothing is encoded before the turn ends, in whatever chunks it comes."""
     prompt, more = talk(2, 60, 14)
@@ -540,7 +544,9 @@ def test_a_second_turn_that_would_break_groups_is_refused():
     with coded("llama", "kivi2", "snapkv", Budget(tokens=24), after_prompt="grow", obs_window=4) as session:
         feed = feed_of(session)
         feed(prompt)
-        with pytest.raises(ValueError, match=r"codec kivi holds earlier turns in groups.*codec=int4.*one turn only") as refusal:
+        with pytest.raises(
+            ValueError, match=r"codec kivi2 .*holds earlier turns in groups.*codec=int4.*one turn only"
+        ) as refusal:
             feed(more)
         assert "\n" not in str(refusal.value)
         with pytest.raises(RuntimeError, match="cache.reset"):

@@ -431,7 +431,7 @@ def test_a_group_that_would_lose_some_of_its_tokens_says_so():
     before, view = contents(run.store), run.store.view()
     kept = view.positions >= 0
     kept[0, 1, 5] = False
-    with pytest.raises(ValueError, match=r"codec int holds earlier turns in groups.*codec=int4") as refusal:
+    with pytest.raises(ValueError, match=r"codec int4 .*holds earlier turns in groups.*codec=int4") as refusal:
         run.store.keep(kept, view, None)
     assert "\n" not in str(refusal.value)
     assert contents(run.store) == before

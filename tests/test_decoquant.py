@@ -102,7 +102,7 @@ class Script:
     def __init__(self, most, heads, dim, bits=4, channels=16, block=1024, tokens=None, dtype=torch.float32):
         self.codec = make_codec("decoquant", bits=bits, channels=channels, block=block)
         self.tokens = drawn(len(most), heads, max(most), dim, dtype=dtype) if tokens is None else tokens
-        self.side = self.codec.sides(self.tokens, self.tokens, None)[0]
+        self.side = self.codec.sides(0, self.tokens, self.tokens, None)[0]
         self.seen = np.zeros(len(most), dtype=np.int64)
         self.events = []
 
@@ -440,8 +440,8 @@ def test_what_cannot_be_is_refused_with_what_to_change():
         make_codec("decoquant", rope="none")
     keys, values = torch.zeros(1, 3, 1, 20), torch.zeros(1, 3, 1, 30)
     with pytest.raises(CodecError, match="60 numbers .* 90 .*use channels=15"):
-        make_codec("decoquant").sides(keys, values, None)
-    make_codec("decoquant", channels=15).sides(keys, values, None)
+        make_codec("decoquant").sides(0, keys, values, None)
+    make_codec("decoquant", channels=15).sides(0, keys, values, None)
     model = shared_model("llama")
     with (
         pytest.raises(CodecError, match="use channels=32"),

@@ -92,7 +92,7 @@ FAULTS = {
         ["tests/test_parity.py"],
     ),
     "the current token's attention is not counted": (
-        "cache/layer.py",
+        "cache/attending.py",
         'store.write_state("mass", view.state["mass"] + received, view)',
         "pass",
         ["tests/test_parity.py"],
@@ -125,7 +125,7 @@ FAULTS = {
     ),
     # turns, forks, isolation, determinism
     "only the first prompt is compressed": (
-        "cache/layer.py",
+        "cache/attending.py",
         "policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():",
         "policy.remembers or (not self.turn_start.any() and (came & (due | (self.store.lengths > self.limits.limit))).any()):",
         ["tests/contracts/test_turns.py"],
@@ -367,6 +367,18 @@ FAULTS = {
         "",
         ["tests/test_run.py", "tests/test_resume.py"],
     ),
+    "texts can end the element of the dashboard's data": (
+        "dashboard/page.py",
+        r'.replace("<", "\\u003c")',
+        "",
+        ["tests/test_dashboard.py"],
+    ),
+    "the dashboard answers to any name": (
+        "dashboard/server.py",
+        'if host not in (HOST, "localhost"):',
+        "if False:",
+        ["tests/test_dashboard.py"],
+    ),
     "other data is the same cell": (
         "cells.py",
         '"data": self.task.data_hash(),',
@@ -412,9 +424,9 @@ FAULTS = {
     ),
     "a token is encoded before it attends": (
         "cache/layer.py",
-        "output, attention = self._attend_step(queries, view, call)",
+        "output, attention = self._attend_step(queries, view, call, self.rule)",
         "store.seal(False, None) if isinstance(store, EncodedStore) else None\n"
-        "        output, attention = self._attend_step(queries, view, call)",
+        "        output, attention = self._attend_step(queries, view, call, self.rule)",
         ["tests/test_codec_models.py"],
     ),
     "a token that is still seen leaves its window": (
@@ -422,6 +434,67 @@ FAULTS = {
         "torch.from_numpy(now - window)",
         "torch.from_numpy(now - window + 2)",
         ["tests/test_codec_models.py"],
+    ),
+    # layers that share a cache
+    "only the source's queries count": (
+        "cache/layer.py",
+        'if now.kind == "step" or now.counted:',
+        'if (now.kind == "step" or now.counted) and not now.queries:',
+        ["tests/test_sharing.py"],
+    ),
+    "layers that hold nothing have a part of the bytes": (
+        "cache/plan.py",
+        "self.budget.resolve(lengths.tolist(), self._held, new_tokens)",
+        "self.budget.resolve(lengths.tolist(), self.layers, new_tokens)",
+        ["tests/test_sharing.py"],
+    ),
+    "the turn of a shared cache is decided by the source's queries": (
+        "cache/layer.py",
+        'ahead = self.policy.phase == "before_attention"  # at steps it decides before its readers\' queries are known',
+        "ahead = True",
+        ["tests/test_sharing.py"],
+    ),
+    "channels are chosen anew at each turn": (
+        "codecs/channels.py",
+        "if self.chosen is None and seen.turn_end:",
+        "if seen.turn_end:",
+        ["tests/test_think.py"],
+    ),
+    "channels are chosen by the largest of their keys": (
+        "codecs/think.py",
+        "(squares.sum(2) / inside.sum(2, keepdim=True).clamp(min=1))",
+        "squares.amax(2)",
+        ["tests/test_think.py"],
+    ),
+    "queries are projected though keys are lifted": (
+        "cache/encoded.py",
+        "if basis is not None and place is None:",
+        "if basis is not None:",
+        ["tests/test_chain.py"],
+    ),
+    "projected keys are all rotated to the newest position": (
+        "cache/encoded.py",
+        "self.table.rotate(keys, positions)",
+        "self.table.rotate(keys, positions.amax(-1, keepdim=True).expand_as(positions))",
+        ["tests/test_eigen.py"],
+    ),
+    "a layer has the rank of its easiest head": (
+        "calibrate/bases.py",
+        "(shares < eps).sum(-1).max()",
+        "(shares < eps).sum(-1).min()",
+        ["tests/test_eigen.py"],
+    ),
+    "queries that OPT has scaled count for less": (
+        "calibrate/eigen.py",
+        "scale = layer.rule.scaling * keys.shape[3] ** 0.5",
+        "scale = 1.0",
+        ["tests/test_eigen.py"],
+    ),
+    "an error as large as the budget is within it": (
+        "codecs/eigen.py",
+        "if point.error >= error:",
+        "if point.error > error:",
+        ["tests/test_eigen.py"],
     ),
     "a copy shares its codes": (
         "codecs/affine.py",
@@ -443,7 +516,7 @@ def test_a_planted_fault_is_noticed(fault, tmp_path):
     source = target.read_text()
     assert line in source, f"{file} has no line {line!r} any more: mend the list"
     target.write_text(source.replace(line, replacement))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *suites]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--whole", "-p", "no:cacheprovider", *suites]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)

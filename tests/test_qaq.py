@@ -19,6 +19,7 @@ from kvlab.cache.voters import Voters
 from kvlab.calibrate.qaq import query_norms
 from kvlab.cells import Cell
 from kvlab.codecs import CodecError, make_codec
+from kvlab.codecs.attended import Seen
 from kvlab.codecs.qaq import Qaq
 from kvlab.evals.texts import embedded_text
 from kvlab.kernels import reference
@@ -88,7 +89,7 @@ class Batch:
         last = Voters(queries.unflatten(1, (HEADS, GROUP)), positions).last(self.codec.watches)
         view = self.store.view()
         attention = reference.weights(last.queries, view.keys, last.positions, view.positions, self.rule)
-        self.store.observe(attention.amax(2), last.positions)
+        self.store.observe(Seen(last.queries, last.positions, True, lambda: attention.amax(2)))
         self.store.seal(True, None)
         dict(self.told("turn", keys, values, queries, real))
 
@@ -99,8 +100,9 @@ class Batch:
         rows = None if real.all() else real[:, 0].numpy()
         self.store.reserve(None, rows)
         self.store.insert(keys, values, positions, {}, rows)
-        out, attention = self.store.attend(queries.unflatten(1, (HEADS, GROUP)), positions, self.store.view(), self.rule)
-        self.store.observe(attention.amax(2), positions)
+        queries_ = queries.unflatten(1, (HEADS, GROUP))
+        out, attention = self.store.attend(queries_, positions, self.store.view(), self.rule)
+        self.store.observe(Seen(queries_, positions, False, lambda: attention.amax(2)))
         self.store.seal(False, None)
         for row, wanted in self.told("step", keys, values, queries, real):
             torch.testing.assert_close(out[row].flatten(0, 1).double(), torch.from_numpy(wanted).double(), rtol=2e-5, atol=2e-5)
@@ -576,13 +578,13 @@ def test_calibrate_says_what_to_use_and_keeps_it(tmp_path, monkeypatch, capsys):
     assert (code, err) == (0, "")
     (file,) = (tmp_path / "calibration").iterdir()
     content = json.loads(file.read_text())
-    ids = pieces(embedded_text().text, tiny_tokenizer(), 40, 1)[0]
+    ids = pieces(embedded_text().text, tiny_tokenizer(), 40, 1, from_end=True)[0]
     norms = sorted(norm for layer in stock_norms(tiny_model("llama"), ids) for norm in layer)
     place = 0.9 * (len(norms) - 1)
     decile = norms[int(place)] + (place % 1) * (norms[int(place) + 1] - norms[int(place)])
-    assert content["settings"]["q_norm"] == pytest.approx(decile, rel=1e-3)
-    assert f"codec.qaq.q_norm={content['settings']['q_norm']}" in out and str(file) in out
-    assert make_codec("qaq", **content["settings"]).label.startswith("qaq q_norm=")
+    assert content["content"]["q_norm"] == pytest.approx(decile, rel=1e-3)
+    assert f"codec.qaq.q_norm={content['content']['q_norm']}" in out and str(file) in out
+    assert make_codec("qaq", q_norm=content["content"]["q_norm"]).label.startswith("qaq q_norm=")
     kvlab(*CALIBRATE)
     assert len(list(file.parent.iterdir())) == 1, "the same again"
     kvlab(*CALIBRATE, "--texts", "2")
@@ -592,7 +594,7 @@ def test_calibrate_says_what_to_use_and_keeps_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["qag"], "calibration qag: there is no such calibration (did you mean qaq?); there are qaq"),
+        (["qag"], "calibration qag: there is no such calibration (did you mean qaq?); there are eigen, kvsharer, qaq"),
         (["qaq", "--file", "gone.txt"], "--file=gone.txt"),
     ],
 )

@@ -46,6 +46,9 @@ def test_every_command_of_the_readme_can_be(tmp_path, monkeypatch, capsys):
     tiny_model("llama").save_pretrained(tmp_path / "my-model")
     tiny_tokenizer().save_pretrained(tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
+    few = ["--model", "tiny-llama", "--texts", "2", "--tokens", "20"]
+    assert kvlab("calibrate", "kvsharer", *few, "-o", "threshold=-1") == 0  # `share=kvsharer` needs it
     commands = [shlex.split(line, comments=True) for line in README.splitlines() if line.startswith("kvlab run ")]
     assert len(commands) >= 7
     for _, *arguments in commands:

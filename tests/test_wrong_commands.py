@@ -41,11 +41,37 @@ CASES = {
         "codec.kivi2.residual goes with codec=kivi2 alone",
     ),
     "two codecs": (["policy=full", "codec=[kivi2,int4]"], "can't be chained"),
+    "a list without its key": (["policy=full", "[think,kivi2]"], "[think,kivi2]: not of the form KEY=VALUE"),
+    "no name": (["policy=full", "codec="], "codec=: there is no such choice; choices: decoquant"),
+    "type of a codec's setting": (
+        ["policy=full", "codec=think", "codec.think.drop=40%"],
+        "codec.think.drop='40%': use a number",
+    ),
+    "type of a setting of sharing": (["share=kvsharer", "share.drop=some"], "share.drop='some': use a number"),
+    "order, before anything is measured": (["policy=full", "codec=[int4,eigen]"], "codec=[eigen,int4]"),
+    "policy, before anything is measured": (["policy=h2o", "codec=[eigen,kivi2]"], "(codec=[eigen,int4])"),
+    "codecs in the wrong order": (["policy=full", "codec=[kivi2,think]"], "codec=[think,kivi2]"),
+    "setting of a codec in a row": (["policy=full", "codec=[think,kivi2]", "codec.think.dop=0.5"], "did you mean drop"),
+    "share of channels": (["policy=full", "codec=think", "codec.think.drop=1"], "codec.think.drop=1.0: use a share from 0"),
+    "channels without a prompt": (["policy=full", "codec=[think,int4]", "protocol=stream"], "use protocol=prompt"),
+    "channels of rolling keys": (["policy=streaming_llm_paper", "codec=[think,int4]"], "policy.rolling=false"),
     "codec that can't lose tokens": (["policy=h2o", "codec=kivi2"], "codec=int4"),
     "codec that can't lose tokens of a chunk": (
         ["policy=snapkv_paper", "codec=kivi2", "protocol=chunked"],
         "use protocol=prompt",
     ),
+    "no process": (["launcher=processes", "launcher.jobs=0"], "launcher.jobs=0: use at least 1"),
+    "way of sharing": (["share=kvsharr"], "share=kvsharr: there is no such choice (did you mean kvsharer?)"),
+    "setting of sharing": (["share=kvsharer", "share.dorp=0.3"], "did you mean drop"),
+    "setting of no sharing": (["share.drop=0.3"], "share.drop goes with share=kvsharer; share=none has no settings"),
+    "more than can be shared": (["share=kvsharer", "share.drop=0.6"], "share.drop=0.6: use a share from 0 to 0.5"),
+    "sharing that nobody looked for": (["share=kvsharer"], "make one with `kvlab calibrate kvsharer --model tiny-llama`"),
+    "sharing in another order": (
+        ["share=kvsharer", "share.order=similar"],
+        "make one with `kvlab calibrate kvsharer --model tiny-llama -o order=similar`",
+    ),
+    "artefact that isn't there": (["share=kvsharer", "share.artefact=0123"], "there is no kvsharer artefact 0123 in"),
+    "sharing of masks": (["share=kvsharer", "policy=h2o", "protocol=simulate"], "holds nothing to share; use share=none"),
     "setting of a policy": (["policy=h2o", "policy.hevy_share=0.3"], "did you mean heavy_share"),
     "setting of a task": (["task.window=3"], "did you mean windows"),
     "exact": (["protocol.exact=fast"], "protocol.exact='fast': use one of scan, step"),
@@ -142,6 +168,7 @@ def no_model(monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("kvlab.workbench.load_spec", lambda spec: pytest.fail("loads a model"))
     monkeypatch.setattr("kvlab.outline.embedded.fetch_embedded", lambda: pytest.fail("fetches a model"))
 
@@ -172,6 +199,16 @@ def test_a_wrong_run_says_what_to_change(case, no_model, capsys, tmp_path):
         (["bench", "--batch", "0"], "'0': use a whole number of at least 1"),
         (["bench", "--ratio", "2"], "'2': use a number above 0"),
         (["bench", "--model", "no-model"], "no-model"),
+        (["list", "artefact"], "artefact"),
+        (["calibrate", "kvsharr"], "did you mean kvsharer"),
+        (["calibrate", "kvsharer", "-o", "ordr=similar"], "calibrate kvsharer has no setting 'ordr' (did you mean order?)"),
+        (["calibrate", "kvsharer", "-o", "order=worst"], "calibrate kvsharer.order='worst': use one of dissimilar, similar"),
+        (["calibrate", "kvsharer", "-o", "threshold=high"], "calibrate kvsharer.threshold='high': use a number"),
+        (["calibrate", "kvsharer", "-o", "threshold"], "-o threshold: use NAME=VALUE"),
+        (["calibrate", "kvsharer", "-o", "threshold=1"], "calibrate kvsharer.threshold=1.0: use a cosine"),
+        (["calibrate", "kvsharer", "order=similar"], "order=similar (settings: -o order=similar)"),
+        (["calibrate", "eigen", "-o", "floor=2"], "calibrate eigen.floor=2.0: use a share"),
+        (["calibrate", "eigen", "-o", "basis=["], "-o basis=[: a value isn't YAML"),
     ],
 )
 def test_other_wrong_commands(arguments, says, no_model, capsys):

@@ -42,17 +42,19 @@ def run_analyses(
     analyses = {name: ANALYSES[name](threshold) for name in names}
     read(setup, list(analyses.values()))
     folder.mkdir(parents=True, exist_ok=True)
+    about = {"model": setup.name, "texts": len(setup.texts), "tokens": setup.texts[0].shape[1]}
+    about["dtype"] = str(setup.model.dtype).removeprefix("torch.")
     found = {}
     for name, analysis in analyses.items():
         files = report.write_tables(name, analysis, folder)
         if report.can_draw():
             files.append(report.write_picture(name, analysis, folder, setup.label))
-        found[name] = report.as_dict(analysis, files)
+        found[name] = report.as_dict(analysis, [*files, folder / f"{name}.json"])
+        files.append(report.write_json(name, {**about, "analyses": {name: found[name]}}, folder))
         if not as_json:
             show(report.render(analysis, setup.label, files) + "\n")
     if as_json:
-        about = {"model": setup.name, "texts": len(setup.texts), "tokens": setup.texts[0].shape[1]}
-        show(json.dumps({**about, "dtype": str(setup.model.dtype).removeprefix("torch."), "analyses": found}, indent=1))
+        show(json.dumps({**about, "analyses": found}, indent=1))
     if not report.can_draw():
         print(report.NO_PICTURES, file=sys.stderr)
 

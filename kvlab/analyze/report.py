@@ -1,10 +1,12 @@
-"""What comes of analyses: a CSV file for each table, a picture where matplotlib is installed, and a short table to read."""
+"""What comes of analyses: CSV and JSON files, a picture where matplotlib is installed, and a short table to read."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,12 @@ def write_picture(name: str, analysis: Analysis, folder: Path, label: str) -> Pa
     return folder / f"{name}.png"
 
 
+def write_json(name: str, content: Mapping[str, Any], folder: Path) -> Path:
+    """NAME.json: what `--json` prints, of one analysis; `kvlab dashboard` draws it."""
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    return folder / f"{name}.json"
+
+
 def render(analysis: Analysis, label: str, files: list[Path]) -> str:
     """Its title, a short table, what the table means, what else there is to say, and where everything is."""
     meaning = textwrap.fill(analysis.meaning, WIDTH)
@@ -61,7 +69,8 @@ def render(analysis: Analysis, label: str, files: list[Path]) -> str:
 def as_dict(analysis: Analysis, files: list[Path]) -> dict[str, Any]:
     """For JSON: rows of the main table."""
     rows = analysis.tables()[""].to_dict("records")
-    return {"title": analysis.title, "rows": rows, "lines": analysis.lines(), "files": [str(file) for file in files]}
+    about = {"title": analysis.title, "meaning": analysis.meaning}
+    return {**about, "rows": rows, "lines": analysis.lines(), "files": [str(file) for file in files]}
 
 
 def _aligned(rows: pd.DataFrame) -> str:

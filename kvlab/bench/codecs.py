@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvlab.artefacts import ArtefactError, find_for, weights_hash
 from kvlab.bench.setup import Setup
 from kvlab.bench.timing import alternate
-from kvlab.codecs import Codec, CodecError, codec_class, codec_names, make_codec
+from kvlab.codecs import Codec, CodecError, chain, codec_class, codec_names, make_codec
 from kvlab.measure import PeakMemory
+from kvlab.sharing import Share, share_class, share_names
 
 BITS = (8, 4, 2)
 STEPS = 4
@@ -41,8 +44,8 @@ class Coded:
 
 
 def all_codecs() -> list[Codec]:
-    """Every codec that needs no settings, at several bits where those are a setting."""
-    found = []
+    """Every codec that needs no settings, at several bits where those are a setting, and two in a row."""
+    found: list[Codec] = []
     for name in codec_names():
         has_bits = any(field.name == "bits" for field in dataclasses.fields(codec_class(name)))
         for settings in [{"bits": bits} for bits in BITS] if has_bits else [{}]:
@@ -50,12 +53,28 @@ def all_codecs() -> list[Codec]:
                 found.append(make_codec(name, **settings))
             except (CodecError, TypeError):  # another's codec, with settings that must be given
                 continue
+    both = chain([make_codec("think"), make_codec("kivi", bits=2)])
+    return found if both is None else [*found, both]
+
+
+def calibrated(model: Any) -> list[Codec | Share]:
+    """Codecs and ways of sharing at their defaults, for which this model has been calibrated."""
+    found: list[Codec | Share] = []
+    classes: list[Any] = [*map(codec_class, codec_names()), *map(share_class, share_names())]
+    for cls in classes:
+        if cls.calibrated:
+            with suppress(ArtefactError, TypeError):  # the latter: another's, with settings that must be given
+                method = cls()
+                find_for(method, cls.name, weights=weights_hash(model))
+                found.append(method)
     return found
 
 
 def codecs(setup: Setup) -> list[Coded]:
-    """A full cache and every codec at the longest length, one after the other."""
+    """A full cache, every codec and what has been calibrated at the longest length, one after the other."""
     length = max(setup.lengths)
+    ready = calibrated(setup.model)
+    methods = [codec for codec in all_codecs() if not codec.calibrated] + ready
     with torch.inference_mode():
         with setup.session("full") as session:  # what is made once must not count as the first cache's
             _read(setup, session, length)
@@ -63,10 +82,10 @@ def codecs(setup: Setup) -> list[Coded]:
         with setup.session("full") as session:
             cache = _read(setup, session, length)
             found = [_coded(setup, "full", cache, before, cache)]
-            for codec in all_codecs():
+            for method in methods:
                 before = PeakMemory.held()
-                with setup.session("full", codec=codec) as other:
-                    found.append(_coded(setup, codec.label, _read(setup, other, length), before, cache))
+                with setup.session("full", method) as other:
+                    found.append(_coded(setup, method.label, _read(setup, other, length), before, cache))
     return found
 
 

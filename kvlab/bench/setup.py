@@ -17,6 +17,7 @@ from kvlab.evals.texts import embedded_text
 from kvlab.models import load_model
 from kvlab.policies import PolicyError, make_policy, policy_names
 from kvlab.session import Session, attach
+from kvlab.sharing import Share
 
 AT_LEAST, SPARE = 1024, 64
 """Tokens that benches read whatever the lengths are, and that they decode."""
@@ -63,10 +64,11 @@ class Setup:
         return torch.tensor(ids[:length], device=self.device)[None]
 
     @contextmanager
-    def session(self, policy: str, codec: Codec | None = None, **settings: Any) -> Iterator[Session]:
-        """A session of a policy at the bench's budget, with a codec or none."""
-        budget, codecs = Budget() if policy == "full" else Budget(ratio=self.ratio), () if codec is None else (codec,)
-        with attach(self.model, make_policy(policy, **settings), budget, codecs, tokenizer=self.tokenizer) as session:
+    def session(self, policy: str, method: Codec | Share | None = None, **settings: Any) -> Iterator[Session]:
+        """A session of a policy at the bench's budget, with a codec, a way of sharing or neither."""
+        budget = Budget() if policy == "full" else Budget(ratio=self.ratio)
+        work: dict[str, Any] = {} if method is None else {"codec" if isinstance(method, Codec) else "share": method}
+        with attach(self.model, make_policy(policy, **settings), budget, tokenizer=self.tokenizer, **work) as session:
             yield session
 
 

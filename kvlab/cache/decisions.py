@@ -17,6 +17,7 @@ from kvlab.cache.replay import replay_by_kernel, replay_by_steps
 from kvlab.cache.state import LayerState
 from kvlab.cache.store import View
 from kvlab.cache.voters import Voters
+from kvlab.codecs.attended import Seen
 from kvlab.kernels import reference
 from kvlab.measure import now as time
 from kvlab.policies.base import RANK, Policy
@@ -117,29 +118,37 @@ class DecidingLayer(LayerState):
             budget = torch.from_numpy(np.where(over, left, store.lengths)).to(view.positions.device)
             store.keep(selection.select(scores, step.positions, tiers, budget), view, limits.room)
 
-    def _encode(self, queries: Tensor | None, attention: Tensor | None, came: np.ndarray | None = None) -> None:
+    def _encode(self, seen: Seen | None, came: np.ndarray | None = None) -> None:
         """Let the codec encode what is due; tokens that left a window leave where their group as a whole did.
 
-        After a step: positions of its queries and their attention. At a turn's end None, since the codec may look at the turn's
-        last ones, and which rows got tokens, (batch, 1).
+        seen: queries of a step. At a turn's end None, since the codec may look at the turn's last ones; came: which rows got
+        tokens then, (batch, 1).
         """
-        store, turn_end = self._held, queries is None
+        store, turn_end = self._held, seen is None
         assert isinstance(store, EncodedStore) and self.limits is not None
+        if turn_end:
+            self._expire(store)
         if count := store.codec.watches:
-            if turn_end:
-                assert self.voters is not None
-                last, view = self.voters.last(count), store.view()
-                queries = last.positions
-                attention = reference.weights(last.queries, self._placed_keys(view), queries, view.positions, self.rule)
-            assert queries is not None and attention is not None
-            store.observe(attention.amax(2), queries)
-        if self.rule.window is not None and not store.evictable:
-            self._expire(store, self.rule.window)
+            store.observe(self._last_seen(store, count) if seen is None else seen)
+        if not turn_end:
+            self._expire(store)  # not before, since the step attended to them
         store.seal(turn_end, self.limits.room, came)
 
-    def _expire(self, store: EncodedStore, window: int) -> None:
-        now = self.row_seen - 1
-        if (store.lengths <= window).all():
+    def _last_seen(self, store: EncodedStore, count: int) -> Seen:
+        """The turn's last queries, for the codec."""
+        assert self.voters is not None
+        last, view = self.voters.last(count), store.view()
+
+        def attention() -> Tensor:
+            keys = self._placed_keys(view)
+            return reference.weights(last.queries, keys, last.positions, view.positions, self.rule).amax(2)
+
+        return Seen(last.queries, last.positions, True, attention)
+
+    def _expire(self, store: EncodedStore) -> None:
+        """Let what has left a sliding window leave memory, as far as groups allow."""
+        now, window = self.row_seen - 1, self.rule.window
+        if window is None or store.evictable or (store.lengths <= window).all():
             return
         view = store.view()
         last = torch.from_numpy(now - window).to(view.positions.device)[:, None, None]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvlab.cache.rotation import RotaryTable
 from kvlab.cache.store import StateKinds, TokenRows, View
+from kvlab.codecs.attended import Seen
 from kvlab.codecs.base import Codec
+from kvlab.codecs.basis import Basis
 from kvlab.codecs.side import Place, Side
 from kvlab.kernels.dispatch import Kernels
 from kvlab.kernels.reference import AttentionRule, weights_of
@@ -22,7 +24,10 @@ from kvlab.shapes import Attention, Kept, Keys, Outputs, PerHead, Positions, Que
 class EncodedStore(TokenRows):
     """Positions and per-token state of one layer in its own planes, keys and values in two sides.
 
-    table  of rotations, where keys are held without theirs; None: they are held as they are
+    table      of rotations, where keys are held without theirs; None: they are held as they are
+    basis      what sides hold the coordinates of, in the type of values; None: they hold keys and values themselves
+    dims       numbers of a key and of a value as they come in
+    key_dtype  of keys as they come in
     """
 
     encoded = True
@@ -30,14 +35,19 @@ class EncodedStore(TokenRows):
     sides: tuple[Side, Side]
     """Keys, values."""
     table: RotaryTable | None = None
+    basis: Basis | None
+    dims: tuple[int, int]
+    key_dtype: torch.dtype
 
     @classmethod
-    def of(cls, codec: Codec, keys: Keys, values: Values, state: StateKinds, kernels: Kernels) -> Self:
+    def of(cls, codec: Codec, keys: Keys, values: Values, state: StateKinds, kernels: Kernels, layer_idx: int = 0) -> Self:
         """A store without tokens, for keys and values like these (their slots axis may be anything)."""
         store = cls.none(keys.shape[:2], {"positions": (torch.int32, ()), **state}, keys.device)
-        store.codec = codec
-        held = keys.to(torch.promote_types(keys.dtype, torch.float32)) if codec.pre_rope else keys  # unrotating rounds
-        store.sides = codec.sides(held, values, kernels)
+        store.codec, store.dims, store.key_dtype = codec, (keys.shape[-1], values.shape[-1]), keys.dtype
+        exact, basis = torch.promote_types(keys.dtype, torch.float32), codec.basis_of(layer_idx)
+        store.basis = None if basis is None else basis.to(keys.device, exact)
+        held = keys.to(exact) if codec.pre_rope else keys  # unrotating rounds
+        store.sides = codec.sides(layer_idx, *store._projected(held[:, :, :0], values[:, :, :0]), kernels)
         return store
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -48,9 +58,9 @@ class EncodedStore(TokenRows):
         return self.codec.evictable
 
     @property
-    def dims(self) -> tuple[int, int]:
-        """Numbers of a key and of a value."""
-        return self.sides[0].dim, self.sides[1].dim
+    def bases(self) -> tuple[Tensor, ...]:
+        """What tokens are projected by: other layers and caches may have the same tensors."""
+        return () if self.basis is None else tuple(self.basis.tensors)
 
     @property
     def state_count(self) -> int:
@@ -94,22 +104,38 @@ class EncodedStore(TokenRows):
         keys, values = self.sides
 
         def read_keys() -> Keys:
-            return keys.dense() if self.table is None else self.table.rotate(keys.dense(), positions).to(values.dtype)
+            return self._whole_keys(keys.dense(), positions).to(self.key_dtype)
 
-        return View(positions, dense, full, index, read_keys, values.dense)
+        def read_values() -> Values:
+            return values.dense() if self.basis is None else self.basis.values.lift(values.dense()).to(values.dtype)
+
+        return View(positions, dense, full, index, read_keys, read_values)
+
+    def _whole_keys(self, held: Tensor, positions: Positions) -> Keys:
+        """Keys as they attend, from what the side gives."""
+        keys = held if self.basis is None else self.basis.keys.lift(held)
+        return keys if self.table is None else self.table.rotate(keys, positions)
 
     def attend(
         self, queries: Queries, query_positions: QueryPositions, view: View, rule: AttentionRule
     ) -> tuple[Outputs, Attention]:
         """Attention over all tokens, of which a block at most is decoded at once; also its weights."""
-        dots = self.sides[0].dots(queries, None if self.table is None else self._place(view.positions, self.table))
+        basis, place = self.basis, None if self.table is None else self._place(view.positions)
+        if basis is not None and place is None:
+            queries = basis.keys.turn(queries)
+        dots = self.sides[0].dots(queries, place)
         weights = weights_of(dots * rule.scaling, query_positions, view.positions, rule)
-        return self.sides[1].mix(weights), weights
+        mixed = self.sides[1].mix(weights)
+        return mixed if basis is None else basis.values.lift(mixed), weights
 
-    @staticmethod
-    def _place(positions: Positions, table: RotaryTable) -> Place:
+    def _place(self, positions: Positions) -> Place:
         last = positions.shape[-1] - 1
-        return lambda keys, slots: table.rotate(keys, positions.gather(-1, slots.clamp(max=last)))
+
+        def place(held: Tensor, slots: Positions) -> Keys:
+            keys = self._whole_keys(held, positions.gather(-1, slots.clamp(max=last)))
+            return keys if self.basis is None else keys.to(self.key_dtype)
+
+        return place
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -128,7 +154,7 @@ class EncodedStore(TokenRows):
         if arrived is None:
             arrived = valid.sum(-1).cpu().numpy()[:, None]
         self.add({"positions": positions[:, None], **state}, valid, arrived=arrived, more_to_come=more_to_come)
-        for side, tokens in zip(self.sides, (self._unrotated(keys, positions), values), strict=True):
+        for side, tokens in zip(self.sides, self._as_held(keys, values, positions), strict=True):
             side.add(tokens, valid, arrived, more_to_come)
 
     def insert(
@@ -136,11 +162,19 @@ class EncodedStore(TokenRows):
     ) -> None:
         """Write one token into each row, in full precision. Arguments as of `SlotStore.insert`."""
         self.add_one({"positions": positions[:, None], **state}, rows)
-        for side, tokens in zip(self.sides, (self._unrotated(keys, positions), values), strict=True):
+        for side, tokens in zip(self.sides, self._as_held(keys, values, positions), strict=True):
             side.add_one(tokens, rows)
 
-    def _unrotated(self, keys: Keys, positions: QueryPositions) -> Keys:
-        return keys if self.table is None else self.table.undo(keys, positions[:, None].expand(keys.shape[:3]))
+    def _as_held(self, keys: Keys, values: Values, positions: QueryPositions) -> tuple[Tensor, Tensor]:
+        """New tokens as sides hold them: keys without their rotation, both by the basis, where that is so."""
+        if self.table is not None:
+            keys = self.table.undo(keys, positions[:, None].expand(keys.shape[:3]))
+        return self._projected(keys, values)
+
+    def _projected(self, keys: Keys, values: Values) -> tuple[Tensor, Tensor]:
+        if self.basis is None:
+            return keys, values
+        return self.basis.keys.lower(keys).to(values.dtype), self.basis.values.lower(values).to(values.dtype)
 
     def seal(self, turn_end: bool, limit: Counts | None, rows: Rows | None = None) -> None:
         """Encode what is due, at a turn's end or after a step.
@@ -162,8 +196,8 @@ class EncodedStore(TokenRows):
             most = int(side.encoded.max(initial=0))
             if most and not side.may_keep(kept[..., :most]):
                 raise ValueError(
-                    f"codec {self.codec.name} holds earlier turns in groups of tokens, of which single ones can't leave: use a "
-                    "codec that encodes each token by itself (codec=int4), policy=full, or one turn only"
+                    f"codec {self.codec.label} holds earlier turns in groups of tokens, of which single ones can't leave: use "
+                    "a codec that encodes each token by itself (codec=int4), policy=full, or one turn only"
                 )
         for side in self.sides:
             side.keep(kept, limit)
@@ -175,10 +209,10 @@ class EncodedStore(TokenRows):
             side.vacate(slots, rows)
         super().vacate(slots, rows)
 
-    def observe(self, attention: Tensor, queries: QueryPositions) -> None:
-        """Show the sides the attention of the last queries, (batch, kv_heads, queries, slots), and their positions."""
+    def observe(self, seen: Seen) -> None:
+        """Show the sides the last queries."""
         for side in self.sides:
-            side.observe(attention, queries)
+            side.observe(seen)
 
     def select_rows(self, sequences: Tensor) -> None:
         """Take these sequences of the batch, in this order."""
@@ -189,7 +223,8 @@ class EncodedStore(TokenRows):
     def copy(self) -> Self:
         """An independent copy of everything held."""
         other = super().copy()
-        other.codec, other.table = self.codec, self.table
+        other.codec, other.table, other.basis = self.codec, self.table, self.basis
+        other.dims, other.key_dtype = self.dims, self.key_dtype
         keys, values = self.sides
         other.sides = keys.copy(), values.copy()
         return other

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,9 +30,11 @@ class Memory:
     kv_bytes       keys and values held now, free slots included: the size of the tensors' storages
     parts          the same by what is held: full_precision, codes, scales, zeros and what else a codec holds
     kv_bytes_peak  the most that layers held together at any time (a layer's storage counts once while it is rebuilt)
-    kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window)
-    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, queries of
-                   an open turn; but not what all caches of a session share (tables of token kinds, hash projections)
+    kv_bytes_full  what a full cache of the tokens seen would hold in the model's dtype (a sliding-window layer: its window),
+                   layers that read another's included
+    state_bytes    bookkeeping on the device: positions, attention mass, other state, indices, limits, rotary tables, what
+                   tokens are projected by, queries of an open turn; but not what all caches of a session share (tables of token
+                   kinds, hash projections)
     offload_bytes  copies that a codec holds on the CPU beside the device's memory
     kept_fraction  kept tokens / seen tokens, over all layers and heads
     kept_len       kept tokens, (layers, batch, kv_heads)
@@ -146,6 +148,13 @@ class KVCache(Cache):
             return self.phase == "prompt"
         return call.tokens > 1 or call.first
 
+    def step_tokens(self, tokens: int) -> int:
+        """How many of the next `tokens` one call inside `stepwise` may have, 1 at least.
+
+        All; but where layers read another's cache, only as many as can come before any leaves or is encoded.
+        """
+        return max(1, min([tokens, *(self.layers[layer].quiet_tokens(tokens) for layer in self.plan.readers)]))
+
     # ----------------------------------------------------------------------------------------------- budgets
 
     def budgets(self, lengths: np.ndarray) -> np.ndarray | None:
@@ -162,7 +171,9 @@ class KVCache(Cache):
 
     def stream_budgets(self, batch: int) -> np.ndarray | None:
         """The same where eviction starts with the first token, so the whole length must be known before."""
-        policy = self.plan.policy
+        policy, codec = self.plan.policy, self.plan.codec
+        if codec is not None and codec.needs_prompt:
+            raise ValueError(f"codec {codec.label} looks at a prompt's end, and a cache began with steps: give a prompt first")
         if policy.evicts and policy.when == "prompt_end":
             raise ValueError(f"policy {policy.name} decides at a prompt's end and can't evict from the first token on")
         if policy.evicts and self.plan.budget.ratio is not None and self.known_len is None:
@@ -193,6 +204,13 @@ class KVCache(Cache):
         """A forward pass is over: its ids and positions are of no use any more, and all keys must have arrived."""
         self.input_ids = self._call = None
         self.check_arrived()
+        for layer in self.plan.readers:
+            if self.layers[layer].open is not None:
+                self.broken = True
+                raise ValueError(
+                    f"a forward pass is over, and not all layers that read the cache of layer {layer} took part in it; share "
+                    "no caches where a model leaves out layers"
+                )
 
     def check_usable(self) -> None:
         """Raises RuntimeError after a call that failed midway."""
@@ -313,33 +331,52 @@ class KVCache(Cache):
 
     @property
     def kept_len(self) -> Tensor:
-        """Tokens kept: (layers, batch, kv_heads). Layers must have equal numbers of KV heads."""
-        filled = [layer.store.lengths for layer in self.layers if layer.store is not None]
-        return torch.from_numpy(np.stack(filled)) if filled else torch.zeros(0, 0, 0, dtype=torch.long)
+        """Tokens kept: (layers, batch, kv_heads). Layers must have equal numbers of KV heads; one that holds nothing has 0."""
+        kept = [holder.store.lengths * (layer is holder) for layer, holder in self._filled]
+        return torch.from_numpy(np.stack(kept)) if kept else torch.zeros(0, 0, 0, dtype=torch.long)
 
     def kept_positions(self) -> list[list[list[list[int]]]]:
         """Positions kept, ascending: [layer][sequence][kv_head] -> list of ints."""
-        views = [layer.store.view() for layer in self.layers if layer.store is not None]
-        return [[[sorted(p for p in head if p >= 0) for head in row] for row in view.positions.tolist()] for view in views]
+        places = [self._places(layer is holder, holder) for layer, holder in self._filled]
+        return [[[sorted(p for p in head if p >= 0) for head in row] for row in rows.tolist()] for rows in places]
+
+    @staticmethod
+    def _places(holds: bool, holder: Any) -> Tensor:
+        places = holder.store.view().positions
+        return places if holds else torch.full_like(places, -1)
+
+    @property
+    def _filled(self) -> list[tuple[Any, Any]]:
+        """Layers that have seen tokens, each with the one that holds what it reads: itself, or another."""
+        pairs = [(layer, self.layers[self.plan.sources.get(layer.layer_idx, layer.layer_idx)]) for layer in self.layers]
+        return [(layer, holder) for layer, holder in pairs if holder.store is not None]
+
+    @property
+    def _holding(self) -> list[Any]:
+        """Layers that hold tokens."""
+        return [layer for layer in self.layers if layer.store is not None]
 
     def memory_by_row(self) -> list[RowMemory]:
         """What each sequence of the batch weighs now, in the order of the batch."""
-        filled = [layer for layer in self.layers if layer.store is not None]
-        held = sum((layer.store.row_bytes for layer in filled), start=np.zeros(len(self.seen_len), dtype=np.int64))
-        kept = sum((layer.store.lengths.sum(1) for layer in filled), start=np.zeros_like(held))
-        seen = sum((layer.row_seen * layer.store.lengths.shape[1] for layer in filled), start=np.zeros_like(held))
-        full = sum((self._full_bytes(layer) for layer in filled), start=np.zeros_like(held))
+        nothing = np.zeros(len(self.seen_len), dtype=np.int64)
+        held = sum((layer.store.row_bytes for layer in self._holding), start=nothing)
+        kept = sum((layer.store.lengths.sum(1) for layer in self._holding), start=nothing)
+        seen = sum((holder.row_seen * holder.store.lengths.shape[1] for _, holder in self._filled), start=nothing)
+        full = sum((self._full_bytes(holder) for _, holder in self._filled), start=nothing)
         rows = zip(held.tolist(), full.tolist(), kept.tolist(), seen.tolist(), strict=True)
         return [RowMemory(*row) for row in rows]
 
     def heads_by_row(self) -> list[dict[str, object]]:
-        """What each sequence of the batch holds head by head, [layer][kv_head]: kept tokens, and what a policy found out."""
-        filled = [layer for layer in self.layers if layer.store is not None]
+        """What each sequence of the batch holds head by head, [layer][kv_head]: kept tokens, and what a policy found out.
+
+        A layer that holds nothing has 0 tokens, and of it nothing is found out.
+        """
+        kept, names = self.kept_len, self._holding[0].profile if self._holding else {}
         rows: list[dict[str, object]] = []
         for row in range(len(self.seen_len)):
-            kept: dict[str, object] = {"kept_len": [layer.store.lengths[row].tolist() for layer in filled]}
-            names = filled[0].profile if filled else {}
-            rows.append(kept | {name: [layer.profile[name][row].tolist() for layer in filled] for name in names})
+            profiles = [layer.profile for layer, _ in self._filled]
+            found = {name: [part[name][row].tolist() if part else [] for part in profiles] for name in names}
+            rows.append({"kept_len": kept[:, row].tolist(), **found})
         return rows
 
     def note_profile(self, seconds: float) -> None:
@@ -350,12 +387,14 @@ class KVCache(Cache):
 
     def memory(self) -> Memory:
         """What the cache weighs now."""
-        filled = [layer for layer in self.layers if layer.store is not None]
-        seen = sum(int(layer.row_seen.sum()) * layer.store.lengths.shape[1] for layer in filled)
+        filled = self._holding
+        seen = sum(int(holder.row_seen.sum()) * holder.store.lengths.shape[1] for _, holder in self._filled)
         kept = sum(int(layer.store.lengths.sum()) for layer in filled)
         own = [*self._sample_tensors.values(), *(tensor for layer in filled for tensor in layer.own_tensors)]
         state = sum(layer.store.state_bytes for layer in filled) + sum(table.nbytes for table in self._tables.values())
         state += sum(tensor.untyped_storage().nbytes() for tensor in own)
+        bases = [tensor.untyped_storage() for layer in filled for tensor in layer.store.bases]
+        state += sum({storage.data_ptr(): storage.nbytes() for storage in bases}.values())
         parts: dict[str, int] = {}
         for layer in filled:
             for kind, size in layer.store.parts.items():
@@ -365,14 +404,14 @@ class KVCache(Cache):
             parts=parts,
             offload_bytes=sum(layer.store.offload_bytes for layer in filled),
             kv_bytes_peak=self._peak,
-            kv_bytes_full=sum(int(self._full_bytes(layer).sum()) for layer in filled),
+            kv_bytes_full=sum(int(self._full_bytes(holder).sum()) for _, holder in self._filled),
             state_bytes=state,
             kept_fraction=kept / seen if seen else 1.0,
             kept_len=self.kept_len,
         )
 
     def _full_bytes(self, layer: KVLayer) -> np.ndarray:
-        """Bytes of a full cache of this layer, (batch,)."""
+        """Bytes of a full cache of this layer, or of one that reads it, (batch,)."""
         window = layer.rule.window
         tokens = layer.row_seen if window is None else np.minimum(layer.row_seen, window)
         assert layer.store is not None

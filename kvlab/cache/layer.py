@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.cache.attending import AttendingLayer
 from kvlab.cache.call import Call
-from kvlab.cache.decisions import DecidingLayer
 from kvlab.cache.encoded import EncodedStore
-from kvlab.cache.limits import unlimited
+from kvlab.cache.readers import OpenCall, joined
 from kvlab.cache.scan import arrivals_of, lengths_after, move_state, with_source
-from kvlab.cache.store import SlotStore, View
+from kvlab.cache.state import without
+from kvlab.cache.store import SlotStore
 from kvlab.cache.voters import Voters
-from kvlab.kernels import reference
 from kvlab.kernels.contract import ScanRule
 from kvlab.kernels.dispatch import EvictScan
-from kvlab.kernels.reference import AttentionRule, merge_group
+from kvlab.kernels.reference import AttentionRule
 from kvlab.policies.base import RANK, SCORE
 from kvlab.shapes import Arrival, Outputs, Queries
 
 
-class KVLayer(DecidingLayer):
+class KVLayer(AttendingLayer):
     """Cache of one model layer, which attends."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, rule: AttentionRule) -> Tensor:
@@ -51,8 +52,21 @@ class KVLayer(DecidingLayer):
         call = self.cache.call_for(self.row_seen, key, padding)
         batch, heads, tokens, dim = query.shape
         queries = query.reshape(batch, key.shape[1], -1, tokens, dim)  # query head h reads KV head h // group
+        source = self.cache.plan.sources.get(self.layer_idx)
+        if source is None:
+            output = self._over_own(queries, key, value, call)
+        else:
+            output = self._over_anothers(self.cache.layers[source], queries, call)
+        output = output.flatten(1, 2)
+        return output if output.dtype == query.dtype else output.to(query.dtype)
+
+    def _over_own(self, queries: Queries, key: Tensor, value: Tensor, call: Call) -> Outputs:
+        """Attention over what this layer holds, which takes the new tokens first."""
+        if self.open is not None:  # a forward pass ended before all its readers had attended
+            self.cache.broken = True
+            self.cache.check_usable()
         if self.policy.rolling:
-            queries, key = self._unrotate(query, key, call)
+            queries, key = self._unrotate(queries, key, call)
         if self.store is None:
             self.store = self._new_store(key, value)
         if self.cache.plan.unrotates and not self.policy.rolling:
@@ -62,8 +76,7 @@ class KVLayer(DecidingLayer):
         attend = self._turn if self.cache.takes_turn(call) else self._steps
         output = attend(queries, arrival, call)
         self.cache.note_bytes(self.layer_idx, self.store.kv_bytes)
-        output = output.flatten(1, 2)
-        return output if output.dtype == query.dtype else output.to(query.dtype)
+        return output
 
     def _arriving_state(self, arrival: Arrival, call: Call) -> dict[str, Tensor]:
         """State that tokens bring along: (batch, kv_heads or 1, tokens, ...)."""
@@ -82,78 +95,34 @@ class KVLayer(DecidingLayer):
         """Full attention of a turn (or of one of its chunks); evicts at its end unless more chunks follow."""
         if self.turn_start is None:
             self.turn_start = self.row_seen if len(self.row_seen) else np.zeros_like(call.seen)
-        output, placed = self._take_in(queries, arrival, call, counted=True)
-        seen = queries if self.policy.replays_prompt else placed
-        voters, count = self.voters, self._voting
-        new = Voters(seen, call.positions)
-        self.voters = new.last(count) if voters is None else voters.then(seen, call.positions, count)
-        self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)
-        if not self.cache.turn_open:
-            self.close_turn()
+        output, placed = self._take_in(queries, arrival, call, counted=True, kind="turn")
+        if not self.readers:
+            self._end_turn(Voters(queries if self.policy.replays_prompt else placed, call.positions))
         return output
 
-    @property
-    def _voting(self) -> int | None:
-        """How many of the turn's last queries are remembered, None for all: only where they will be looked at."""
-        plan = self.cache.plan
-        if plan.watch is not None:
-            return None
-        no_limit = plan.budget.unlimited and self.rule.window is None
-        decided = bool(self.profile) or (self.policy.replays_prompt and no_limit)
-        count = 1 if decided else self.policy.voting
-        return count if count is None or plan.codec is None else max(count, plan.codec.watches)
-
-    def _take_in(self, queries: Queries, arrival: Arrival, call: Call, counted: bool) -> tuple[Outputs, Queries]:
+    def _take_in(
+        self, queries: Queries, arrival: Arrival, call: Call, counted: bool, kind: Literal["turn", "steps"]
+    ) -> tuple[Outputs, Queries]:
         """Store tokens and let them attend, none leaving; also the queries as they attended.
 
         counted  whether what they attend to is added to the mass, if the policy needs it
         """
         store = self._held
         alone = not store.lengths.any()
+        if not alone and self.cache.plan.simulation is not None:
+            raise ValueError("a simulation reads each text in one call of a new cache, since its masks need all of it")
         state = self._arriving_state(arrival, call)
         more, arrived = self.cache.turn_open, call.arrived
         store.append(arrival.keys, arrival.values, call.positions, state, arrived=arrived, more_to_come=more)
         self.row_seen = call.seen
-        if not store.lengths.any():  # pads alone
-            return queries.new_zeros(*queries.shape[:-1], arrival.values.shape[-1]), queries
-        view = store.view()
-        causal = alone and view.full and not call.padded
-        queries, keys = self._placed_queries(queries, call.positions, view), self._placed_keys(view)
-        places = (call.positions, view.positions, self.rule)
-        if (simulation := self.cache.plan.simulation) is not None:
-            if not alone:
-                raise ValueError("a simulation reads each text in one call of a new cache, since its masks need all of it")
-            return simulation(queries, keys, view.values, *places), queries
-        group = self.policy.group if counted and "mass" in self.policy.needs else None
-        if group is None and self.rule.fused:
-            return reference.attend(queries, keys, view.values, *places, causal=causal), queries
-        output, mass = self._kernels(keys).prefill_stats(queries, keys, view.values, *places, group=group, causal=causal)
-        if group is not None:
-            store.write_state("mass", view.state["mass"] + mass, view)
-        return output, queries
-
-    def close_turn(self) -> None:
-        """The decision at a turn's end: resolve the budget for all tokens seen, then evict down to it."""
-        if self.store is None or self.turn_start is None:
-            return
-        if not self.row_seen.all():
-            row = int(self.row_seen.argmin())
-            raise ValueError(f"row {row} of the batch has pads only; give every prompt at least one token")
-        came = (self.row_seen > self.turn_start)[:, None]  # a row that got pads only is left as it is
-        none = unlimited(self.store.lengths.shape)
-        before = none if self.limits is None else self.limits.budget
-        self._set_limits(np.where(came, self._budget_from(self.cache.budgets(self.row_seen)), before))
-        assert self.limits is not None
-        policy = self.policy
-        due = policy.chooses or (policy.ranks_after_prompt and not self.limits.none)
-        if self.cache.plan.watch or policy.remembers or (came & (due | (self.store.lengths > self.limits.limit))).any():
-            self._decide_turn(came, before)
-        if not policy.holds_budget_after_prompt:
-            self._set_limits(np.where(came, none, before))
-        if self.store.encoded:
-            self._encode(None, None, came)
-        self.store.trim(self.limits.room)
-        self.turn_start = self.voters = None
+        view = store.view() if store.lengths.any() else None  # None: pads alone
+        causal = alone and view is not None and view.full and not call.padded
+        counted &= "mass" in self.policy.needs
+        if self.readers:
+            self.open = OpenCall(call, view, 1 + self.readers, kind, causal, counted)
+            return self.read(queries, self.rule), queries
+        placed = queries if view is None else self._placed_queries(queries, call.positions, view)
+        return self._attend_many(placed, view, call, self.rule, causal, counted), placed
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -163,27 +132,38 @@ class KVLayer(DecidingLayer):
             raise ValueError("a simulation reads whole texts and decodes nothing, since its masks need all of a text")
         if self.limits is None:
             self._set_limits(self._budget_from(self.cache.stream_budgets(len(call.seen))))
-        rule = None if self._held.encoded else self.cache.plan.rule
+        rule = None if self._held.encoded or self.readers else self.cache.plan.rule
         scan = None if rule is None else self._kernels(arrival.keys).evict_scan
         steps = self._one_step if rule is None or scan is None else partial(self._scan, scan, rule)
         if call.tokens == 1:
             return steps(queries, arrival, call)
         outputs, start = [], 0
         while start < call.tokens:
-            quiet = self._quiet_tokens(call.tokens - start)
+            quiet = self.quiet_tokens(call.tokens - start)
+            if self.readers and quiet < call.tokens:
+                raise ValueError(
+                    f"layer {self.layer_idx} is read by other layers, so what leaves is decided when all have attended: give "
+                    f"one token a call, or as many as cache.step_tokens({call.tokens}) says"
+                )
             end = start + quiet if quiet > 1 else call.tokens if scan is not None else start + 1
             some, part, calls = queries[..., start:end, :], arrival.part(start, end), call.part(start, end)
             counted = self.policy.when == "every_step"
-            outputs.append(self._take_in(some, part, calls, counted)[0] if quiet > 1 else steps(some, part, calls))
+            outputs.append(self._take_in(some, part, calls, counted, "steps")[0] if quiet > 1 else steps(some, part, calls))
             start = end
         self.row_seen = call.seen  # the same array in all layers, so that they share calls
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
-    def _quiet_tokens(self, tokens: int) -> int:
+    def quiet_tokens(self, tokens: int) -> int:
         """How many of the next tokens can come before any could leave; 0 where each must be placed anew."""
         policy, limits = self.policy, self.limits
-        assert limits is not None
-        if policy.rolling or policy.chooses or policy.remembers or limits.fade is not None or self._held.encoded:
+        if (
+            limits is None
+            or policy.rolling
+            or policy.chooses
+            or policy.remembers
+            or limits.fade is not None
+            or self._held.encoded
+        ):
             return 0
         return min(tokens, int((limits.limit - self._held.lengths).min()))
 
@@ -206,7 +186,7 @@ class KVLayer(DecidingLayer):
         moved = store.state_count > sum(name is not None for name in rule.planes)  # state that the kernel doesn't know
         if moved:
             slots, new = with_source(slots, new)
-        output = scan(queries, new, slots, limits.device, self._step_rule, rule)
+        output = scan(queries, new, slots, limits.device, self._faded(self.rule), rule)
         if moved:
             assert slots.source is not None
             move_state(store, state, slots.source, rule, arrival.keys.shape[:3])
@@ -240,36 +220,75 @@ class KVLayer(DecidingLayer):
         store.reserve(limits.room, rows)
         store.insert(arrival.keys, arrival.values, call.positions, self._arriving_state(arrival, call), rows)
         view = store.view()
+        if self.readers:
+            self.open = OpenCall(call, view, 1 + self.readers, "step")
+            return self.read(queries, self.rule)
         queries = self._placed_queries(queries, call.positions, view)
-        output, attention = self._attend_step(queries, view, call)
-        if attention is not None and "mass" in self.policy.needs:
-            received = merge_group(attention, self.policy.group)[:, :, 0]
-            store.write_state("mass", view.state["mass"] + received, view)
-        if self.policy.remembers:
-            looks = None if attention is None else partial(iter, [(attention, call.positions)])
-            self._remember(self._step(view, queries, call.positions, call.newest[:, 0], attention, looks), view)
-        if isinstance(store, EncodedStore):
-            self.cache.note_bytes(self.layer_idx, store.kv_bytes)  # the most there is: encoding only makes it less
-            self._encode(call.positions, attention)
-        if not first_room:
-            self._decide_step(queries, call, view, attention, None)
+        output, attention = self._attend_step(queries, view, call, self.rule)
+        self._end_step(queries, view, call, attention)
         return output
 
-    def _attend_step(self, queries: Queries, view: View, call: Call) -> tuple[Outputs, Tensor | None]:
-        rule, store = self._step_rule, self._held
-        wanted = self.policy.when == "every_step" and bool(self.policy.needs & {"mass", "attention", "looks"})
-        wanted |= self.policy.chooses
-        if self.table is None:
-            if isinstance(store, EncodedStore):
-                return store.attend(queries, call.positions, view, rule)
-            if (decode := self._kernels(store.keys).decode_attend) is not None:
-                output, attention = decode(queries, store.slots(), call.positions, rule, want_weights=wanted)
-                return output, None if attention is None else attention[..., : view.positions.shape[-1]]
-        keys = self._placed_keys(view)
-        places = (call.positions, view.positions, rule)
-        if wanted or store.encoded:
-            attention = reference.weights(queries, keys, *places)
-            flat = attention.flatten(2, 3) @ view.values.to(attention.dtype)
-            return flat.unflatten(2, attention.shape[2:4]), attention
-        seen = view.full and rule.window is None and not call.padded
-        return reference.attend(queries, keys, view.values, *places, all_visible=seen), None
+    # ------------------------------------------------------------------------------------------------ sharing
+
+    @property
+    def readers(self) -> int:
+        """How many other layers read what this one holds."""
+        return self.cache.plan.readers[self.layer_idx]
+
+    def _over_anothers(self, source: KVLayer, queries: Queries, call: Call) -> Outputs:
+        """Attention over what another layer holds, which has the new tokens already."""
+        if self.policy.rolling:
+            rotation = self._own_rotation()
+            if self.cache.table_for(rotation) is not source.table:
+                raise ValueError(
+                    f"layers {source.layer_idx} and {self.layer_idx} rotate in different ways, so under rolling=true they "
+                    "can't share a cache; use rolling=false, or pair layers that are alike"
+                )
+            queries = without(rotation, queries)
+        self.rotation = None
+        output = source.read(queries, self.rule)
+        self.row_seen = call.seen
+        return output
+
+    def read(self, queries: Queries, rule: AttentionRule) -> Outputs:
+        """Attention of one of the layers that read this one's store, over it and the open call's tokens; the last one ends it.
+
+        queries and the result as of `_attend_many`; rule: the reading layer's own.
+        """
+        now = self.open
+        assert now is not None, "a store is read once its own layer has taken the call's tokens"
+        call, attention = now.call, None
+        view = None if now.view is None else replace(now.view)  # so that nothing decoded outlives its reader
+        placed = queries if view is None else self._placed_queries(queries, call.positions, view)
+        if now.kind == "step":
+            assert view is not None
+            output, attention = self._attend_step(placed, view, call, rule)
+        else:
+            output = self._attend_many(placed, view, call, rule, now.causal, counted=False)
+        if now.kind == "step" or now.counted:
+            now.queries.append(now.scaled(placed, rule))
+        if now.kind == "turn":
+            seen = now.scaled(queries if self.policy.replays_prompt else placed, rule)
+            some, count = Voters(seen, call.positions), self._voting
+            now.voters.append(some if count is None else some.last(count))
+        if attention is not None:
+            now.attention.append(attention)
+        now.rules.append(rule)
+        now.waiting -= 1
+        if not now.waiting:
+            self._all_have_read(now)
+        return output
+
+    def _all_have_read(self, now: OpenCall) -> None:
+        """What is done about a call's tokens once all readers have attended."""
+        self.open, call, view = None, now.call, now.view
+        if now.kind == "step":
+            assert view is not None
+            self._end_step(joined(now.queries), view, call, joined(now.attention) if now.attention else None)
+        elif now.counted and view is not None:
+            self._attend_many(joined(now.queries), view, call, now.rule, now.causal, counted=True)
+        if now.kind == "turn":
+            ahead = self.policy.phase == "before_attention"  # at steps it decides before its readers' queries are known
+            self.rule = self.rule if ahead else now.rule
+            self._end_turn(now.voters[0] if ahead else now.all_voters)
+        self.cache.note_bytes(self.layer_idx, self._held.kv_bytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,6 +28,7 @@ class Plan:
     kernels   back end: auto, reference, cpu, gpu
     watch     is shown each layer at each turn's end, with all queries of the turn, before anything leaves
     simulation  attention of whole texts, in place of the model's own, where an eviction is only simulated
+    sources   layers that hold nothing -> the layer that holds what they read; an earlier one, which reads its own
     """
 
     policy: Policy
@@ -38,13 +40,14 @@ class Plan:
     kernels: str = "auto"
     watch: Callable[[Step], None] | None = None
     simulation: Callable[..., Outputs] | None = None
+    sources: Mapping[int, int] = field(default_factory=dict)
     ended: Callable[[], bool] = field(default=lambda: False, compare=False)
     """Whether the session is over."""
 
     def __post_init__(self) -> None:
         if self.policy.evicts and not self.policy.drops and self.budget.unlimited:
             raise PolicyError(f"policy {self.policy.name} drops nothing and fades beyond a part of the budget: give a budget")
-        fixed = self.budget.resolve([1], self.layers) if self.budget.ratio is None else None
+        fixed = self.budget.resolve([1], self._held) if self.budget.ratio is None else None
         if fixed is not None and self.policy.evicts and self.least > fixed[0]:
             raise BudgetError(
                 f"the budget holds {fixed[0]} tokens per head, fewer than {self.policy.name} protects "
@@ -57,15 +60,33 @@ class Plan:
         return self.policy.rolling or (self.codec is not None and self.codec.pre_rope)
 
     @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Layers that hold a cache."""
+        return tuple(layer for layer in range(len(self.layers)) if layer not in self.sources)
+
+    @cached_property
+    def readers(self) -> Counter[int]:
+        """How many other layers read what a layer holds."""
+        return Counter(self.sources.values())
+
+    @property
+    def _held(self) -> list[LayerGeometry]:
+        """Geometry of the layers that hold a cache."""
+        return [self.layers[layer] for layer in self.holders]
+
+    @cached_property
     def rule(self) -> ScanRule | None:
         """The rule that kernels follow at decode steps; None where the policy's own `score` is asked."""
         return rule_of(self.policy)
 
     def tokens(self, lengths: np.ndarray, new_tokens: int | None) -> np.ndarray | None:
-        """Budget of each layer and sequence, (layers, batch), for sequences of these lengths; None for no limit."""
+        """Budget of each layer and sequence, (layers, batch), for sequences of these lengths; None for no limit.
+
+        What holds no cache gets 0 and counts for nothing.
+        """
         if not self.policy.evicts:
             return None
-        budgets = self.budget.resolve(lengths.tolist(), self.layers, new_tokens)
+        budgets = self.budget.resolve(lengths.tolist(), self._held, new_tokens)
         if budgets is None:
             return None
         for budget in budgets:
@@ -74,11 +95,13 @@ class Plan:
         return np.array([self._over_layers(budget, length) for budget, length in rows]).T
 
     def _over_layers(self, budget: int, length: int) -> list[int]:
-        split = self.policy.layer_budget(budget, len(self.layers), length)
-        if len(split) != len(self.layers) or sum(split) != len(self.layers) * budget:
-            total = f"{len(self.layers)} layers and sum to {len(self.layers) * budget}"
+        holders = self.holders
+        split = self.policy.layer_budget(budget, len(holders), length)
+        if len(split) != len(holders) or sum(split) != len(holders) * budget:
+            total = f"{len(holders)} layers and sum to {len(holders) * budget}"
             raise PolicyError(f"policy {self.policy.name}: layer_budget gave {split}; it must name {total}")
-        return split
+        given = dict(zip(holders, split, strict=True))
+        return [given.get(layer, 0) for layer in range(len(self.layers))]
 
     @property
     def _protected(self) -> dict[str, int]:

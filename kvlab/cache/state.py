@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvlab.cache.call import Call
 from kvlab.cache.encoded import EncodedStore
 from kvlab.cache.limits import RowLimits, unlimited
+from kvlab.cache.readers import OpenCall
 from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.cache.store import SlotStore, View
 from kvlab.cache.voters import Voters
@@ -58,6 +59,7 @@ class LayerState(CacheLayerMixin):
         self.table: RotaryTable | None = None  # of places in the cache, under `rolling`
         self.exact = torch.float32  # what is summed up is of this type
         self.voters: Voters | None = None  # the open turn's last queries
+        self.open: OpenCall | None = None  # a call that layers which read this one's store have yet to attend over
         self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
 
     # ------------------------------------------------------------------- what transformers asks of a cache layer
@@ -96,11 +98,11 @@ class LayerState(CacheLayerMixin):
 
     def select_rows(self, rows: Tensor, row_seen: np.ndarray) -> None:
         """Take these sequences of the batch, in this order: (new_batch,) indices on the CPU, and their `row_seen`."""
+        self.batch_size = len(rows)
+        self.row_seen = row_seen
         if self.store is None:
             return
         self.store.select_rows(rows)
-        self.batch_size = len(rows)
-        self.row_seen = row_seen
         if self.limits is not None:
             self._set_limits(self.limits.budget[rows.numpy()])
         self.profile = {name: part[rows.to(part.device)] for name, part in self.profile.items()}
@@ -160,11 +162,10 @@ class LayerState(CacheLayerMixin):
             return unlimited(self._held.lengths.shape)
         return np.repeat(budgets[self.layer_idx][:, None], self._held.lengths.shape[1], axis=1)
 
-    @property
-    def _step_rule(self) -> AttentionRule:
+    def _faded(self, rule: AttentionRule) -> AttentionRule:
         """How tokens attend at steps, where a policy may let old ones fade."""
         fade = None if self.limits is None else self.limits.fade
-        return self.rule if fade is None else replace(self.rule, fade=fade)
+        return rule if fade is None else replace(rule, fade=fade)
 
     def _kernels(self, keys: Keys) -> Kernels:
         if self.back_end is None:
@@ -176,7 +177,7 @@ class LayerState(CacheLayerMixin):
         codec = self.cache.plan.codec
         if codec is None:
             return SlotStore.empty(key, value, self._state_kinds())
-        return EncodedStore.of(codec, key, value, self._state_kinds(), self._kernels(key))
+        return EncodedStore.of(codec, key, value, self._state_kinds(), self._kernels(key), self.layer_idx)
 
     @property
     def _held(self) -> SlotStore | EncodedStore:
@@ -185,21 +186,26 @@ class LayerState(CacheLayerMixin):
 
     # ----------------------------------------------------------------------------------------------- positions
 
-    def _unrotate(self, query: Tensor, key: Tensor, call: Call) -> tuple[Queries, Keys]:
+    def _unrotate(self, queries: Queries, key: Tensor, call: Call) -> tuple[Queries, Keys]:
         """Queries and keys without their rotation, whose table is recorded for later places."""
+        rotation = self._own_rotation()
+        self.table = self.cache.table_for(rotation)
+        self.table.cover(self._longest_row() + call.tokens, queries.dtype)
+        return without(rotation, queries), rotation.undo(key)
+
+    def _own_rotation(self) -> Rotation:
+        """This layer's rotation in the current call, under `rolling`."""
         if self.rotation is None:
             raise ValueError("rolling needs rotary position embeddings, and this layer was given none; use rolling=false")
-        self.table = self.cache.table_for(self.rotation)
-        self.table.cover(self._longest_row() + call.tokens, query.dtype)
         rotation, self.rotation = self.rotation, None
-        return rotation.undo(query).unflatten(1, (key.shape[1], -1)), rotation.undo(key)
+        return rotation
 
     def _turning(self, key: Tensor, call: Call) -> RotaryTable:
         """The table of this layer's rotation, for the positions of all tokens, where a codec holds keys without it."""
         if self.rotation is None:
             assert self.cache.plan.codec is not None
             raise ValueError(
-                f"codec {self.cache.plan.codec.name} holds keys without their rotary position embeddings, and this layer was "
+                f"codec {self.cache.plan.codec.label} holds keys without their rotary position embeddings, and this layer was "
                 "given none"
             )
         table = self.cache.table_for(self.rotation)
@@ -216,3 +222,8 @@ class LayerState(CacheLayerMixin):
 
     def _placed_queries(self, queries: Queries, query_positions: Tensor, view: View) -> Queries:
         return queries if self.table is None else self.table.place_queries(queries, query_positions, view.positions)
+
+
+def without(rotation: Rotation, queries: Queries) -> Queries:
+    """Queries without their rotation."""
+    return rotation.undo(queries.flatten(1, 2)).unflatten(1, queries.shape[1:3])

@@ -102,6 +102,8 @@ class SlotStore(TokenRows):
     evictable = True
     """Whether single tokens may leave."""
     offload_bytes = 0
+    bases: tuple[Tensor, ...] = ()
+    """What tokens are projected by: other layers and caches may have the same tensors."""
 
     def _begin(self, planes: dict[str, Tensor], capacity: Counts, lengths: Counts) -> None:
         super()._begin(planes, capacity, lengths)

@@ -1,52 +1,70 @@
-"""What a calibration gives, and the file that it is kept in."""
+"""What a calibration is: settings, a measurement on texts, and what it leaves."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from kvlab.analyze.setup import Setup
-from kvlab.paths import cache_dir
+from kvlab.artefacts import Artefact, save, weights_hash
 
-SAMPLE = 64
-"""Numbers of each parameter that tell one model's weights from another's."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found.
+
+    content  for the artefact's JSON; tensors: for the file beside it
+    use      what to add to `kvlab run`, with KEY for the artefact's key
+    lines    the same, to be read
+    """
+
+    content: Mapping[str, Any]
+    use: str
+    lines: tuple[str, ...] = ()
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """settings  of the codec, by name; measured: what else was found; lines: the same, to be read"""
+    """Base of all calibrations. The fields are settings of the measurement: `-o name=value`, and part of what it's named by."""
 
-    settings: dict[str, float]
-    measured: dict[str, Any] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()
+    texts: ClassVar[int] = 1
+    tokens: ClassVar[int] = 1024
+    """How many texts, and tokens of each, where the user says nothing."""
+    version: ClassVar[int] = 1
+    """Raised when artefacts that were made before can't be used any more."""
+
+    def measure(self, setup: Setup) -> Measured:
+        """Measure a model on texts."""
+        raise NotImplementedError
 
 
-def artefact(name: str, setup: Setup) -> tuple[Path, dict[str, Any]]:
-    """The file of a calibration, named by a hash of model, texts and what is measured, and what it was made from."""
-    texts = hashlib.blake2b(digest_size=16)
-    for ids in setup.texts:
-        texts.update(ids.cpu().to(torch.int64).numpy().tobytes())
+def keep(kind: str, calibration: Calibration, setup: Setup, measured: Measured) -> Artefact:
+    """Write what was measured to the cache folder."""
     about = {
         "model": setup.name,
+        "fingerprint": setup.fingerprint,
         "weights": weights_hash(setup.model),
         "dtype": str(setup.model.dtype).removeprefix("torch."),
         "texts": len(setup.texts),
         "tokens": setup.texts[0].shape[1],
-        "text": texts.hexdigest(),
+        "text": _hash(setup.texts),
+        "source": setup.source,
+        **dataclasses.asdict(calibration),
     }
-    key = hashlib.blake2b(json.dumps([name, about]).encode(), digest_size=8).hexdigest()
-    return cache_dir() / "calibration" / f"{name}-{key}.json", about
+    content = {"use": measured.use, **measured.content}
+    return save(kind, about, content, measured.tensors, calibration.version)
 
 
-def weights_hash(model: torch.nn.Module) -> str:
-    """Hash of each parameter's name, shape and first numbers, so that big models cost nothing."""
+def _hash(texts: tuple[Tensor, ...]) -> str:
+    """Hash of token ids."""
     found = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
-        first = weight.detach().flatten()[:SAMPLE].to("cpu", torch.float32)
-        found.update(f"{name} {tuple(weight.shape)}".encode() + first.numpy().tobytes())
+    for ids in texts:
+        found.update(ids.cpu().to(torch.int64).numpy().tobytes())
     return found.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.analyze.setup import Setup
-from kvlab.calibrate.base import Calibration
+from kvlab.calibrate.base import Calibration, Measured
 from kvlab.policies import make_policy
 from kvlab.session import attach
 from kvlab.shapes import Step
@@ -41,16 +42,21 @@ def query_norms(model: Any, texts: Sequence[Tensor]) -> np.ndarray:
     return np.stack([np.concatenate(found[layer]) for layer in sorted(found)])
 
 
-def calibrate_qaq(setup: Setup) -> Calibration:
+@dataclass(frozen=True)
+class QaqCalibration(Calibration):
     """The upper decile over all layers, heads and tokens, and each layer's own."""
-    norms = query_norms(setup.model, setup.texts)
-    q_norm = significant(float(np.quantile(norms, SHARE)))
-    layers = [significant(float(part)) for part in np.quantile(norms, SHARE, axis=1)]
-    line = (
-        f"squared length of {norms.size} queries: median {np.median(norms):.4g}, upper decile {q_norm:g}; upper deciles of "
-        f"layers from {min(layers):g} to {max(layers):g}"
-    )
-    return Calibration({"q_norm": q_norm}, {"layers": layers, "queries": norms.size}, (line,))
+
+    def measure(self, setup: Setup) -> Measured:
+        """One forward pass of each text."""
+        norms = query_norms(setup.model, setup.texts)
+        q_norm = significant(float(np.quantile(norms, SHARE)))
+        layers = [significant(float(part)) for part in np.quantile(norms, SHARE, axis=1)]
+        line = (
+            f"squared length of {norms.size} queries: median {np.median(norms):.4g}, upper decile {q_norm:g}; upper deciles of "
+            f"layers from {min(layers):g} to {max(layers):g}"
+        )
+        content = {"q_norm": q_norm, "layers": layers, "queries": norms.size}
+        return Measured(content, f"codec=qaq codec.qaq.q_norm={q_norm}", (line,))
 
 
 def significant(number: float) -> float:

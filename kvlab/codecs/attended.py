@@ -1,13 +1,38 @@
-"""The last attention rows of a layer: how much of its sequence's last queries' attention each token got."""
+"""What codecs are shown of attention: the last queries of a layer, and how much of their attention each token got."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.rows import Counts, RowPlanes
-from kvlab.shapes import Kept, QueryPositions
+from kvlab.shapes import Kept, Queries, QueryPositions
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last queries of a turn, or those of a step, and what they attended to.
+
+    queries    (batch, kv_heads, group, queries, head_dim), as they attended
+    positions  (batch, queries), -1 for one that does not exist; those come first
+    turn_end   whether they are a turn's last ones, after which tokens have left
+    read_attention  what `attention` is asked of when it is first needed; before the store changes
+    """
+
+    queries: Queries
+    positions: QueryPositions
+    turn_end: bool
+    read_attention: Callable[[], Tensor]
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """The most that a KV head's query heads gave, (batch, kv_heads, queries, slots), tokens not encoded yet included."""
+        return self.read_attention()
 
 
 class AttentionWindow:

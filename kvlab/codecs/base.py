@@ -1,21 +1,23 @@
 """What a codec is: how keys and values are held in fewer bits or channels. One paper, one file, no model anywhere.
 
 A codec is a frozen dataclass registered by name; its fields are its settings (and its Hydra config). It makes the two sides of
-each layer, which hold what it encodes. Attention inside a turn is over what came in; at the turn's end the policy evicts first,
-then codecs encode. A decoded token comes in in full precision, attends, and is encoded when its codec says so.
+each layer, which hold what it encodes. How two follow each other is in `chain.py`. Attention inside a turn is over what came
+in; at the turn's end the policy evicts first, then codecs encode. A decoded token comes in in full precision, attends, and is
+encoded when its codec says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
 from kvlab.budget import LayerGeometry
+from kvlab.codecs.basis import Basis
 from kvlab.codecs.side import Side
 from kvlab.kernels.dispatch import Kernels
 from kvlab.policies.base import Policy
@@ -32,25 +34,44 @@ class Codec:
     """Base of all codecs. Override `sides`; declare the rest only where it differs."""
 
     name: ClassVar[str] = ""
-    joint: ClassVar[bool] = False
-    """Whether the heads of a layer are encoded together, so that they must hold the same tokens."""
+    stage: ClassVar[Literal["channels", "numbers"]] = "numbers"
+    """What becomes less: the channels of a token, or what a number takes. In a chain channels come first."""
+    calibrated: ClassVar[str] = ""
+    """Kind of artefact that it needs (`kvlab.artefacts`); such a codec has a setting `artefact: str | None = None`."""
+    calibrated_by: ClassVar[tuple[str, ...]] = ()
+    """Settings with which the artefact must have been made."""
+    calibrated_version: ClassVar[int] = 1
+    """Of the artefact."""
 
     def __post_init__(self) -> None:
-        check(self, f"codec {self.name}", CodecError)
+        check(self, f"codec.{self.name}", CodecError)
 
-    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[Side, Side]:
+    def for_model(self, model: Any) -> Codec:
+        """The same codec with what it must know of this model, which `attach` asks for once. Raises a ValueError."""
+        return self
+
+    def sides(self, layer_idx: int, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[Side, Side]:
         """Empty sides of one layer for keys and values like these, (batch, kv_heads, tokens, dim)."""
         raise NotImplementedError(f"codec {self.name or type(self).__name__} has no sides()")
+
+    def basis_of(self, layer_idx: int) -> Basis | None:
+        """What a layer's keys (without rotation if `pre_rope`) and values are projected to as they come in, if anything."""
+        return None
 
     def bits_of(self, side: str, dim: int, itemsize: int) -> float:
         """Bits of one number of an encoded token. side: keys or values; dim: of a token and head; itemsize: in bytes."""
         return 8.0 * itemsize
 
-    def fitted(self, layer: LayerGeometry) -> LayerGeometry:
+    def fitted(self, layer_idx: int, layer: LayerGeometry) -> LayerGeometry:
         """A layer's geometry with the bytes of numbers as they are encoded."""
         keys = self.bits_of("keys", layer.key_dim, math.ceil(layer.key_itemsize)) / 8
         values = self.bits_of("values", layer.value_dim, math.ceil(layer.value_itemsize)) / 8
         return dataclasses.replace(layer, key_itemsize=keys, value_itemsize=values)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the heads of a layer are encoded together, so that they must hold the same tokens."""
+        return False
 
     @property
     def evictable(self) -> bool:
@@ -74,27 +95,38 @@ class Codec:
 
     @property
     def watches(self) -> int:
-        """How many of the last queries' attention the sides are shown, 0 for none."""
+        """How many of the last queries and their attention the sides are shown, 0 for none."""
         return 0
 
     @property
+    def needs_prompt(self) -> bool:
+        """Whether how tokens are encoded is settled at a prompt's end, so that a cache can't begin with steps."""
+        return False
+
+    @property
+    def at_once(self) -> str:
+        """What to choose instead, where each token must be encoded by itself at once."""
+        return "codec=int4"
+
+    @property
     def label(self) -> str:
-        """For tables and folders: the name and the settings that aren't defaults."""
-        fields = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
+        every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
+        fields = [field for field in every if getattr(self, field.name) != field.default]
         return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
 
     def check_policy(self, policy: Policy) -> None:
         """Raises CodecError where this policy and this codec can't work together honestly."""
         if self.joint and policy.ragged:
             raise CodecError(
-                f"codec {self.name} encodes the heads of a layer together, and under policy {policy.name} they hold different "
+                f"codec {self.label} encodes the heads of a layer together, and under policy {policy.name} they hold different "
                 "tokens; use a codec that takes each head by itself, such as codec=int4"
             )
         if not self.evictable and drops_after_prompt(policy):
             grow = "policy.after_prompt=grow, " if hasattr(policy, "after_prompt") else ""
             raise CodecError(
                 f"codec {self.label} encodes tokens in groups or lets them wait, and policy {policy.name} drops single tokens "
-                f"at decode steps: use {grow}a codec that encodes each token by itself at once (codec=int4), or policy=full"
+                f"at decode steps: use {grow}a codec that encodes each token by itself at once ({self.at_once}), or policy=full"
             )
 
 
@@ -130,13 +162,3 @@ def codec_class(name: str) -> type[Codec]:
 def make_codec(name: str, **settings: object) -> Codec:
     """A codec by name with its settings. Raises CodecError on an unknown name or setting, or a wrong value."""
     return CODECS.make(name, settings)
-
-
-def one_codec(codecs: Sequence[Codec]) -> Codec | None:
-    """The codec of a list, None for an empty one. Raises CodecError for several, which can't be chained."""
-    for codec in codecs:
-        if not isinstance(codec, Codec):
-            raise CodecError(f"codec={codec!r}: pass a codec, such as make_codec('kivi', bits=2)")
-    if len(codecs) > 1:
-        raise CodecError(f"codec={[codec.name for codec in codecs]}: these can't be chained; give one")
-    return codecs[0] if codecs else None

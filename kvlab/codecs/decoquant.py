@@ -230,7 +230,6 @@ class DecoQuant(Codec):
     channels: int = 16
     block: int = 1024
     rope: Literal["post", "pre"] = "post"
-    joint = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,7 +239,7 @@ class DecoQuant(Codec):
             if not getattr(self, name):
                 raise CodecError(f"codec {self.name}: {name}=0: use at least 1")
 
-    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[DecoSide, DecoSide]:
+    def sides(self, layer_idx: int, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[DecoSide, DecoSide]:
         """Both alike. Raises CodecError if `channels` does not divide what heads have together."""
         self._check_widths(*(like.shape[1] * like.shape[3] for like in (keys, values)))
         return DecoSide(keys, self), DecoSide(values, self)
@@ -258,12 +257,17 @@ class DecoQuant(Codec):
         """Of a token in a full block of a layer whose heads have `dim` numbers together; too many for one head's `dim`."""
         return self.bits + 16 / dim + 16 * self.channels**2 / (self.block * dim)
 
-    def fitted(self, layer: LayerGeometry) -> LayerGeometry:
+    def fitted(self, layer_idx: int, layer: LayerGeometry) -> LayerGeometry:
         """With steps and T_S shared by all heads. Raises CodecError if `channels` does not divide what they have together."""
         widths = layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim
         self._check_widths(*widths)
         keys, values = (self.bits_of("", width, 0) / 8 for width in widths)
         return dataclasses.replace(layer, key_itemsize=keys, value_itemsize=values)
+
+    @property
+    def joint(self) -> bool:
+        """Heads share factors and steps."""
+        return True
 
     @property
     def pre_rope(self) -> bool:

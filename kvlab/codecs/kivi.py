@@ -35,7 +35,7 @@ class Kivi(Codec):
         if "channel" in (self.key_axis, self.value_axis) and (self.residual % self.group or not self.residual):
             raise CodecError(f"codec {self.name}: residual={self.residual}: use a multiple of group, which is {self.group}")
 
-    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[GroupedSide, GroupedSide]:
+    def sides(self, layer_idx: int, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[GroupedSide, GroupedSide]:
         """One of each axis."""
         return (
             GroupedSide(keys, self.grouping(self.key_axis, keys.shape[-1]), kernels),

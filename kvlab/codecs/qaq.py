@@ -67,7 +67,7 @@ class Qaq(Codec):
         if self.promote and not self.dynamic:
             raise CodecError(f"{own}.promote=true raises bits at steps: use dynamic=true with it")
 
-    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[QaqSide, QaqSide]:
+    def sides(self, layer_idx: int, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[QaqSide, QaqSide]:
         """Keys, whose bits need no attention, and values."""
         return QaqSide(keys, self, False, kernels), QaqSide(values, self, True, kernels)
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.codecs.attended import AttentionWindow
+from kvlab.codecs.attended import AttentionWindow, Seen
 from kvlab.codecs.outliers import Outliers, owners
 from kvlab.codecs.side import Place, Side
 from kvlab.codecs.widths import MixedWidths, encode, inlier_range
 from kvlab.kernels.dispatch import Kernels
 from kvlab.kernels.packed import BLOCK
 from kvlab.rows import Counts, RowPlanes, Rows
-from kvlab.shapes import Attention, Kept, Outputs, Queries, QueryPositions
+from kvlab.shapes import Attention, Kept, Outputs, Queries
 
 if TYPE_CHECKING:
     from kvlab.codecs.qaq import Qaq
@@ -50,13 +50,13 @@ class QaqSide(Side):
         """All tokens, at once."""
         return recent.copy()
 
-    def observe(self, attention: Tensor, queries: QueryPositions) -> None:
+    def observe(self, seen: Seen) -> None:
         """Remember the window's attention, and how many tokens there are."""
-        self.seen = torch.maximum(self.seen, queries.amax(1) + 1)
+        super().observe(seen)
+        self.seen = torch.maximum(self.seen, seen.positions.amax(1) + 1)
         if self.attended is not None:
-            if self.joined > 1:
-                attention = attention.amax(1, keepdim=True)
-            self.attended.observe(attention, queries, (self.encoded + self.recent.lengths)[:, :: self.joined])
+            attention = seen.attention if self.joined == 1 else seen.attention.amax(1, keepdim=True)
+            self.attended.observe(attention, seen.positions, (self.encoded + self.recent.lengths)[:, :: self.joined])
 
     # ----------------------------------------------------------------------------------------------- encoding
 

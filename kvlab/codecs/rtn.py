@@ -35,7 +35,7 @@ class RoundToNearest(Codec):
         super().__post_init__()
         check_grouping(self.name, self.bits, self.group)
 
-    def sides(self, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[GroupedSide, GroupedSide]:
+    def sides(self, layer_idx: int, keys: Tensor, values: Tensor, kernels: Kernels) -> tuple[GroupedSide, GroupedSide]:
         """Both alike."""
         keys_, values_ = (GroupedSide(like, self.grouping(like.shape[-1]), kernels) for like in (keys, values))
         return keys_, values_

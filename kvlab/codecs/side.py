@@ -1,8 +1,8 @@
 """One side of a layer, its keys or its values: the oldest tokens of each row encoded, the rest in full precision.
 
 `Side` holds what all codecs share: the tokens in full precision, and how attention reads both parts. A subclass holds the
-encoded part. Tokens of a row stand in the order [encoded][full precision], each in the order in which they came (or, where
-single tokens leave, in any).
+encoded part, of some channels only where a codec chose those. Tokens of a row stand in the order [encoded][full precision],
+each in the order in which they came (or, where single tokens leave, in any).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.codecs.attended import Seen
+from kvlab.codecs.channels import Channels
 from kvlab.rows import Counts, RowPlanes, Rows, alike
-from kvlab.shapes import Attention, Kept, Outputs, PerHead, Positions, Queries, QueryPositions
+from kvlab.shapes import Attention, Kept, Outputs, PerHead, Positions, Queries
 
 Place = Callable[[Tensor, Positions], Tensor]
 """Puts keys (batch, kv_heads, n, dim) where they belong, given their slots in the row, (batch, kv_heads, n)."""
@@ -24,12 +26,21 @@ FULL_PRECISION = "full_precision"
 
 
 class Side(ABC):
-    """Keys or values of one layer. like: a tensor (batch, kv_heads, tokens, dim) of their shape and type."""
+    """Keys or values of one layer. like: a tensor (batch, kv_heads, tokens, dim) of their shape and type.
+
+    dim       numbers of an encoded token
+    channels  which of its numbers those are, where tokens in full precision have more; None: all
+    """
 
     def __init__(self, like: Tensor) -> None:
         self.dim, self.dtype = like.shape[-1], like.dtype
-        kinds = {"x": (like.dtype, (self.dim,))}
-        self.recent = RowPlanes.none(tuple(like.shape[:2]), kinds, like.device)
+        self.recent = _waiting(like)
+        self.channels: Channels | None = None
+
+    def narrow(self, like: Tensor, channels: Channels) -> None:
+        """Encode some channels alone of tokens like these, before any has come."""
+        assert channels.count == self.dim and not self.recent.lengths.any()
+        self.recent, self.channels = _waiting(like), channels
 
     # ------------------------------------------------------------------------- what a codec's side must say
 
@@ -87,11 +98,10 @@ class Side(ABC):
         """How many of the `first` tokens of each row can leave together; a subclass says more than those not encoded."""
         return np.where(first >= self.encoded, first, 0)
 
-    def observe(self, attention: Tensor, queries: QueryPositions) -> None:  # noqa: B027  most sides look away
-        """Attention of the last queries, the most of each KV head's query heads, (batch, kv_heads, queries, slots).
-
-        queries (batch, queries): their positions, -1 for one that does not exist. Tokens not encoded yet are among the slots.
-        """
+    def observe(self, seen: Seen) -> None:
+        """Look at the last queries, before what is due is encoded; by default only to choose channels."""
+        if self.channels is not None:
+            self.channels.observe(seen, self.recent)
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -112,8 +122,8 @@ class Side(ABC):
         due = self.due(self.recent.lengths, turn_end)
         due = due if rows is None else np.where(rows, due, 0)
         if due.any():
-            taken = self.recent.take_front(due, more_to_come=not turn_end)
-            self.encode(taken["x"], due, limit)
+            taken = self.recent.take_front(due, more_to_come=not turn_end)["x"]
+            self.encode(taken if self.channels is None else self.channels.of_tokens(taken, due), due, limit)
         if turn_end:
             self.recent.trim()
 
@@ -135,6 +145,8 @@ class Side(ABC):
     def select_rows(self, sequences: Tensor) -> None:
         """Take these sequences of the batch, in this order."""
         self.recent.select_rows(sequences)
+        if self.channels is not None:
+            self.channels.select(sequences)
         self.select_encoded(sequences)
 
     def copy(self) -> Self:
@@ -142,6 +154,7 @@ class Side(ABC):
         other = type(self).__new__(type(self))
         other.__dict__.update(vars(self))
         other.recent = self.recent.copy()
+        other.channels = None if self.channels is None else self.channels.copy()
         self.copy_encoded(other)
         return other
 
@@ -150,12 +163,14 @@ class Side(ABC):
     @property
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of all storages by what they hold."""
-        return {FULL_PRECISION: self.recent.bytes_of("x"), **self.parts()}
+        chosen = {} if self.channels is None else {"channels": self.channels.nbytes}
+        return {FULL_PRECISION: self.recent.bytes_of("x"), **chosen, **self.parts()}
 
     @property
     def bytes_by_row(self) -> np.ndarray:
         """The part of each sequence, (batch,)."""
-        return self.recent.capacity.sum(1) * self.recent.slot_bytes + self.row_bytes()
+        chosen = 0 if self.channels is None else self.channels.nbytes // max(1, len(self.recent.capacity))
+        return self.recent.capacity.sum(1) * self.recent.slot_bytes + self.row_bytes() + chosen
 
     @property
     def offload_bytes(self) -> int:
@@ -163,12 +178,15 @@ class Side(ABC):
         return 0
 
     def dense(self) -> Tensor:
-        """All tokens, (batch, kv_heads, slots, dim), decoded where they are encoded, in the type in which they came."""
+        """All tokens, (batch, kv_heads, slots, dim), decoded where they are encoded, in the type in which they came.
+
+        Channels that were left out are 0.
+        """
         recent = self.recent.dense("x")
         if not self.encoded.any():
             return recent
         decoded = torch.cat([block.to(self.dtype) for _, block in self.blocks()], 2)
-        return self._joined(decoded, recent, 2)
+        return self._joined(decoded if self.channels is None else self.channels.widened(decoded), recent, 2)
 
     def dots(self, queries: Queries, place: Place | None) -> Attention:
         """Dot products with all tokens, (batch, kv_heads, group, queries, slots), as they stand in the row."""
@@ -180,6 +198,9 @@ class Side(ABC):
         found = times(queries, recent.to(exact).transpose(-1, -2))
         if not self.encoded.any():
             return found
+        if self.channels is not None:
+            assert place is None, "channels are those of keys as they attend"
+            queries = self.channels.of_queries(queries)
         return self._joined(self.dots_encoded(queries, place), found, 4)
 
     def mix(self, weights: Attention) -> Outputs:
@@ -244,6 +265,11 @@ class Side(ABC):
         size = list(both.shape)
         size[axis] = widest
         return both.gather(axis, place.view(shape).expand(size))
+
+
+def _waiting(like: Tensor) -> RowPlanes:
+    """Rows without tokens, for tokens like these in full precision."""
+    return RowPlanes.none(tuple(like.shape[:2]), {"x": (like.dtype, (like.shape[-1],))}, like.device)
 
 
 def times(lines: Tensor, matrix: Tensor) -> Tensor:

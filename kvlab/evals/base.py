@@ -115,6 +115,11 @@ class Task:
         """What results call the task."""
         return self.name
 
+    @property
+    def needs_full(self) -> bool:
+        """Whether samples are judged against the full cache's, so that its cell must be finished first."""
+        return False
+
     def resolved(self, protocol: Protocol) -> Task:
         """The task with settings filled in that depend on the protocol."""
         return self

@@ -294,9 +294,5 @@ def test_budgets_smaller_than_what_is_protected():
         pass
 
 
-def test_shared_layers_are_not_there_yet():
-    assert "not available yet" in refusal(ValueError, shared_model("llama"), policy=make_policy("h2o"), share="kvsharer")
-
-
 def test_the_tokenizer_of_tiny_models_has_the_special_tokens_that_tests_rely_on():
     assert sorted(tiny_tokenizer().all_special_ids) == [0, 1, 2]

@@ -201,6 +201,11 @@ class Alpaca(Task):
                 record["values"][control.name] = float(value)
         return judged
 
+    @property
+    def needs_full(self) -> bool:
+        """Where outputs are compared with the full cache's."""
+        return self._outputs is None
+
     def _against_itself(self, finished: Finished) -> bool:
         about = finished.about
         return self.reference == "full" and about["policy"] == "full" and not about.get("codec") and not about.get("share")

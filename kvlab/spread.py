@@ -1,0 +1,200 @@
+"""Where the cells of a sweep run: in this process, in several of this machine (joblib), or in jobs of a cluster (submitit).
+
+Every worker walks over all cells and takes those that nobody runs (`kvlab.launcher.Work`), so one that is slow or late holds up
+nothing but the cell that it has, and so does a job that is killed; a process that is killed ends the others of its sweep, and
+the same command goes on. This module knows no cell.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from kvlab.hints import did_you_mean
+from kvlab.settings import SettingError, build
+
+Worker = Callable[[int, int], None]
+"""Called with its number and how many there are; can be pickled."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Base of the launchers: settings, and a way to have several workers run."""
+
+    name: ClassVar[str] = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether everything runs in this process."""
+        return False
+
+    def check(self) -> None:
+        """Raises SettingError where this can't be had."""
+
+    def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
+        """Have at most so many workers run, and wait for them; or say how to follow them. folder: for logs of jobs."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Local(Spread):
+    """All in this process."""
+
+    name: ClassVar[str] = "local"
+
+    @property
+    def here(self) -> bool:
+        """Yes."""
+        return True
+
+
+@dataclass(frozen=True)
+class Processes(Spread):
+    """jobs: processes; threads: of each, by default the machine's cores shared out."""
+
+    jobs: int = 2
+    threads: int | None = None
+
+    name: ClassVar[str] = "processes"
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "jobs", "threads")
+
+    def check(self) -> None:
+        """joblib is an extra."""
+        _needs("joblib", "launchers", self.name)
+
+    def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
+        """Waits for all of them. joblib ends them all when one is killed."""
+        import joblib  # type: ignore[import-untyped]
+
+        jobs = min(self.jobs, workers)
+        threads = self.threads or max(1, (os.cpu_count() or 1) // jobs)
+        try:
+            with joblib.parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
+                joblib.Parallel(batch_size=1)(joblib.delayed(worker)(number, jobs) for number in range(jobs))
+        except BrokenProcessPool:
+            return (
+                "a process was killed (out of memory?), which ended the others: lower launcher.jobs, or give the same command"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Slurm(Spread):
+    """Jobs of a SLURM cluster, or of submitit's stand-ins on this machine; see conf/launcher/slurm.yaml."""
+
+    jobs: int = 4
+    cluster: Literal["slurm", "local", "debug"] | None = None
+    wait: bool = True
+    minutes: int = 240
+    partition: str | None = None
+    gpus: int = 0
+    cpus: int = 4
+    memory_gb: int = 16
+    setup: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    name: ClassVar[str] = "slurm"
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "jobs", "minutes", "cpus", "memory_gb")
+        if not isinstance(self.options, Mapping):
+            raise SettingError(f"launcher.options={self.options!r}: use names and values, such as {{account: nlp}}")
+
+    def check(self) -> None:
+        """submitit is an extra; and cells are named by the kind of device that they find, here and in jobs alike."""
+        _needs("submitit", "launchers", self.name)
+        if self.gpus and torch.accelerator.current_accelerator(check_available=True) is None:
+            raise SettingError(
+                f"launcher.gpus={self.gpus}: cells are checked and named where a sweep is started, by the device there, and "
+                "this machine has none but its CPU: give the command on a node with a GPU, or launcher.gpus=0"
+            )
+
+    def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
+        """Waits for all jobs, unless `wait` is false."""
+        import submitit
+
+        jobs = min(self.jobs, workers)
+        executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
+        executor.update_parameters(**self._parameters(executor.cluster))
+        with executor.batch():
+            submitted = [executor.submit(Resumed(worker), number, jobs) for number in range(jobs)]
+        names = ", ".join(job.job_id for job in submitted)
+        if not self.wait:
+            return f"submitted to {executor.cluster}: {names}; logs in {folder}; the same command later says what is left"
+        try:
+            for job in submitted:
+                job.wait()
+        except BaseException:
+            for job in submitted:
+                job.cancel()
+            raise
+        failed = [job for job in submitted if (error := job.exception()) is not None and not _was_cut(error)]
+        return f"{len(failed)} of {jobs} jobs ended badly: {failed[0].paths.stderr}" if failed else None
+
+    def _parameters(self, cluster: str) -> dict[str, Any]:
+        """For submitit; what only a cluster knows is left out elsewhere."""
+        plain = {"timeout_min": self.minutes, "cpus_per_task": self.cpus, "gpus_per_node": self.gpus, "name": "kvlab"}
+        if cluster != "slurm":
+            return plain
+        slurm = {
+            "mem_gb": self.memory_gb,
+            "slurm_partition": self.partition,
+            "slurm_array_parallelism": self.jobs,
+            "slurm_setup": list(self.setup) or None,
+            "slurm_additional_parameters": dict(self.options) or None,
+        }
+        return plain | {name: value for name, value in slurm.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A worker that a cluster may stop at any time: submitted anew it finds what is left by itself."""
+
+    worker: Worker
+
+    def __call__(self, number: int, of: int) -> None:
+        """Work."""
+        self.worker(number, of)
+
+    def checkpoint(self, number: int, of: int) -> Any:
+        """What submitit submits when a job's time is over or another takes its place."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self, number, of)
+
+
+SPREADS: dict[str, type[Spread]] = {cls.name: cls for cls in (Local, Processes, Slurm)}
+
+
+def spread_of(settings: Mapping[str, Any] | None) -> Spread:
+    """The launcher that a config's `launcher` says. Raises SettingError on what isn't there."""
+    given = dict(settings or {"name": "local"})
+    name = given.get("name")
+    if name not in SPREADS:
+        raise SettingError(f"launcher={name}: unknown{did_you_mean(str(name), SPREADS)}; known: {', '.join(SPREADS)}")
+    return build(SPREADS[name], given, "launcher", ignore=("name",))
+
+
+def _at_least_one(settings: Spread, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) == 0:
+            raise SettingError(f"launcher.{name}=0: use at least 1")
+
+
+def _needs(package: str, extra: str, name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise SettingError(f"launcher={name} needs {package}: pip install 'kvlab[{extra}]'")
+
+
+def _was_cut(error: BaseException) -> bool:
+    """Whether a job was stopped from outside, which leaves cells to the next run and isn't a fault."""
+    return type(error).__name__ == "UncompletedJobError"

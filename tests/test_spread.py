@@ -1,0 +1,183 @@
+"""Sweeps spread over processes and over jobs: they fill one store, whatever is killed, with the results of a single process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlab.cells import Cell
+from kvlab.launcher import Work
+from kvlab.results import CellStore
+from kvlab.settings import SettingError
+from kvlab.spread import Local, Processes, Slurm, spread_of
+from running import TINY, kvlab, results, sample_lines
+from test_compose import composed
+from test_resume import comparable
+
+SWEEP = [*TINY, "policy=full,h2o,tova", "budget.ratio=0.3,0.6", "task.windows=6", "task.context=40", "runtime.batch_size=1"]
+SPREADS = {
+    "processes": ["launcher=processes", "launcher.jobs=4"],
+    "jobs": ["launcher=slurm", "launcher.cluster=local", "launcher.jobs=4", "launcher.cpus=1"],
+}
+
+
+def start(folder, *arguments):
+    """The sweep in a process group of its own, so that everything that it started can be killed at once."""
+    log = (folder.parent / f"{folder.name}.log").open("a")
+    command = [sys.executable, "-m", "kvlab.cli", "run", "-m", *SWEEP, *arguments, f"output_dir={folder}", "--no-table"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder.parent, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Results of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    assert kvlab("run", "-m", *SWEEP, f"output_dir={folder}", "--no-table") == 0
+    return {path: comparable(result) for path, result in results(folder).items()}
+
+
+def members(group):
+    """Processes of a process group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(process.name)) == group:
+                found.append(int(process.name))
+    return found
+
+
+def kill_one(folder, arguments, rng):
+    """Start the sweep and kill one of its processes after it has begun to write; False if it was over before."""
+    before = sum(map(len, sample_lines(folder).values()))
+    process = start(folder, *arguments)
+    while process.poll() is None and sum(map(len, sample_lines(folder).values())) < before + rng.randint(1, 6):
+        time.sleep(0.02)
+    if process.poll() is not None:
+        return False
+    os.kill(rng.choice(members(process.pid)), signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=60)
+    for member in members(process.pid):  # workers that outlive the first finish what they have; not waited for
+        os.kill(member, signal.SIGKILL)
+    process.wait()
+    return True
+
+
+def check_killed(arguments, kills, tmp_path, alone, seed):
+    folder, rng = tmp_path / "out", random.Random(seed)
+    killed = sum(kill_one(folder, arguments, rng) for _ in range(kills))
+    assert killed, "the sweep ended before it could be killed"
+    assert start(folder, *arguments).wait(timeout=300) == 0, (tmp_path / "out.log").read_text()
+    assert {path: comparable(result) for path, result in results(folder).items()} == alone
+    for path, lines in sample_lines(folder).items():
+        assert len(lines) == 6, f"{path}: a sample is there twice or not at all"
+    return killed
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+@pytest.mark.parametrize("kind", SPREADS)
+def test_a_killed_worker_costs_no_sample(kind, tmp_path, alone):
+    fewer = [part.replace("jobs=4", "jobs=2") if kind == "jobs" else part for part in SPREADS[kind]]
+    check_killed(fewer, 1, tmp_path, alone, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+@pytest.mark.parametrize("kind", SPREADS)
+def test_workers_killed_ten_times(kind, tmp_path, alone):
+    print(f"{check_killed(SPREADS[kind], 10, tmp_path, alone, seed=5)} killed, finished with equal results: {kind}")
+
+
+def test_work_begins_elsewhere_and_leaves_nothing(tmp_path):
+    """Two workers one after the other, in this process."""
+    cells = [Cell.of(config) for config in composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")]
+    work = Work(tuple(cell.config for cell in cells), (), time.time())
+    work(1, 2)
+    assert all(work.settled(cell) for cell in cells)
+    before = sample_lines(tmp_path)
+    work(0, 2)
+    assert sample_lines(tmp_path) == before
+
+
+def test_failed_cells_are_tried_once_a_sweep(tmp_path):
+    (config,) = composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")
+    cell = Cell.of(config)
+    store, work = CellStore(cell.folder), Work((cell.config,), (), time.time() - 60)
+    store.start(cell.config)
+    started = {"provenance": {"started": "2020-01-01T00:00:00+00:00"}}
+    store.finish({**cell.summary(), "status": "failed", **started})
+    assert not work.settled(cell), "it failed before this sweep"
+    now = {"provenance": {"started": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}}
+    store.finish({**cell.summary(), "status": "failed", **now})
+    assert work.settled(cell) and work.failed(cell)
+
+
+@pytest.mark.parametrize("reference", ["full", "file"])
+def test_cells_that_are_judged_against_the_full_cache_wait_for_it(reference, tmp_path, monkeypatch):
+    configs = composed(*SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}")
+    full, other = cells = [Cell.of(config) for config in configs]
+    store, work = CellStore(full.folder), Work((full.config, other.config), (), time.time() - 60)
+    monkeypatch.setattr(type(other.task), "needs_full", reference == "full")
+    assert work._waits(other, cells) == (reference == "full")
+    assert not work._waits(full, cells)
+    store.start(full.config)
+    store.finish({**full.summary(), "status": "failed", "provenance": {"started": "2020-01-01T00:00:00+00:00"}})
+    assert work._waits(other, cells) == (reference == "full"), "it failed in an earlier sweep, and is run again"
+    store.finish({**full.summary(), "status": "ok"})
+    assert not work._waits(other, cells)
+
+
+def test_a_killed_process_is_said_in_a_line(tmp_path):
+    def worker(number, of):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    said = Processes(jobs=2).run(worker, 2, tmp_path)
+    assert said is not None and "give the same command" in said
+
+
+@pytest.mark.skipif(torch.accelerator.current_accelerator(check_available=True) is not None, reason="has a GPU")
+def test_jobs_on_gpus_are_not_started_where_there_is_none():
+    """Their cells would be other cells: the kind of device is part of what they are."""
+    with pytest.raises(SettingError, match="give the command on a node with a GPU"):
+        Slurm(gpus=1).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (None, Local()),
+        ({"name": "processes", "jobs": 3}, Processes(jobs=3)),
+        ({"name": "slurm", "setup": ["module load cuda"], "options": {"account": "nlp"}}, None),
+    ],
+)
+def test_launchers_are_built_from_settings(settings, expected):
+    found = spread_of(settings)
+    if expected is not None:
+        assert found == expected
+        return
+    assert isinstance(found, Slurm)
+    given = found._parameters("slurm")
+    assert given["slurm_setup"] == ["module load cuda"] and given["slurm_additional_parameters"] == {"account": "nlp"}
+    assert set(found._parameters("local")) == {"timeout_min", "cpus_per_task", "gpus_per_node", "name"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "processes", "jobs": 0}, "launcher.jobs=0: use at least 1"),
+        ({"name": "slurm", "cluster": "pbs"}, "cluster"),
+        ({"name": "slurm", "options": 3}, "launcher.options=3: use names and values"),
+        ({"name": "process"}, "did you mean processes"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(SettingError, match=message):
+        spread_of(settings)
