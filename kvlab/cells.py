@@ -67,6 +67,7 @@ class Runtime:
     threads: int | None = None
     beyond_context: bool = False
     kernels: Literal["auto", "reference", "cpu", "gpu"] = "auto"
+    share_prefill: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_chunk", "threads"):

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
+from kvlab.bundles import bundled
 from kvlab.cells import Cell
 from kvlab.estimate import Estimate, estimate
 from kvlab.evals import task_class, task_names
 from kvlab.policies import import_modules
-from kvlab.results import CellBusy, CellStore
-from kvlab.runner import run_cell
+from kvlab.results import CellStore
 from kvlab.settings import SettingError
 from kvlab.spread import Spread, spread_of
 from kvlab.tracking import make_tracker
+from kvlab.units import run_unit, say
 from kvlab.workbench import Workbench
 
 
@@ -176,15 +175,13 @@ def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) ->
         number = 0
         for group in groups:
             say(f"model {group.bench.spec.name}: {_count(group.left)} to run")
-            for cell, _ in group.left:
-                number += 1
-                bar.set_description(f"[{number}/{left}] {cell.label}")
-                try:
-                    if not _run_one(cell, group.bench, force, bar.update, f"[{number}/{left}]"):
-                        failed.append(cell)
-                except CellBusy as error:
-                    say(f"[{number}/{left}] {cell.label}: {error}; left to it")
-                    busy.append(cell)
+            for unit in bundled([cell for cell, _ in group.left]):
+                place = _place(number, len(unit), left)
+                number += len(unit)
+                bar.set_description(f"{place} {unit[0].label}{f' and {len(unit) - 1} more' if len(unit) > 1 else ''}")
+                outcomes = list(zip(unit, run_unit(unit, group.bench, force, bar.update, place), strict=True))
+                failed += [cell for cell, outcome in outcomes if outcome == "failed"]
+                busy += [cell for cell, outcome in outcomes if outcome == "busy"]
             group.bench.release()
     return failed, busy
 
@@ -267,12 +264,8 @@ class Work:
                 other.release()
             benches.clear()
             bench = benches[repr(cell.model)] = Workbench(cell.model)
-        try:
-            bench.check(cell)
-            _run_one(cell, bench, False, lambda done: None, f"[of {total}]")
-        except CellBusy:
-            return False
-        return True
+        bench.check(cell)
+        return run_unit([cell], bench, False, lambda done: None, f"[of {total}]", quiet=True) != ["busy"]
 
     def _waits(self, cell: Cell, cells: Sequence[Cell]) -> bool:
         """Whether a cell is judged against a full cache's answers that aren't all there yet, but will be by this sweep."""
@@ -294,37 +287,9 @@ class Work:
         return datetime.datetime.fromisoformat(when).timestamp() >= int(self.since)
 
 
-def _run_one(cell: Cell, bench: Workbench, force: bool, progress: Callable[[int], Any], place: str) -> bool:
-    """Run one cell under its lock; whether it went well. Raises CellBusy if another process runs it."""
-    store, start = CellStore(cell.folder), time.perf_counter()
-    tracker = make_tracker(cell.tracking, cell.output_dir)
-    _say_once(tracker.notice)
-    if cell.runtime.threads:
-        torch.set_num_threads(cell.runtime.threads)
-    with store.locked():
-        if force:
-            store.set_aside()
-        elif store.finished(cell.run_id):  # by another process, since this sweep began
-            return True
-        result = run_cell(cell, bench, tracker, progress)
-    seconds = time.perf_counter() - start
-    if result["status"] != "ok":
-        say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")
-        return False
-    say(f"{place} {cell.label}: {_headline(result)} ({seconds:.0f} s)")
-    if left_out := bench.left_out(cell):
-        _say_once(f"{_rows(len(left_out))} of task {cell.task.label} left out (task.bad_rows=stop ends there): {left_out[0]}")
-    return True
-
-
-def _rows(number: int) -> str:
-    return "1 row" if number == 1 else f"{number} rows"
-
-
-def _headline(result: Mapping[str, Any]) -> str:
-    metric = result["metrics"][result["main_metric"]]
-    error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.3g}"
-    return f"{result['main_metric']} {metric['value']:.4g}{error}, kept {result['memory']['kept_fraction']:.0%}"
+def _place(before: int, size: int, of: int) -> str:
+    """Numbers of the cells that are run now."""
+    return f"[{before + 1}/{of}]" if size == 1 else f"[{before + 1}-{before + size}/{of}]"
 
 
 def _main_value(cell: Cell) -> float | None:
@@ -349,17 +314,3 @@ def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group]) -> None:
 
 def _count(cells: Sequence[Any]) -> str:
     return "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
-
-
-def say(text: str) -> None:
-    """A line on stderr that leaves the progress bar whole."""
-    tqdm.write(text, file=sys.stderr)
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text and text not in _said:
-        _said.add(text)
-        say(text)

@@ -20,10 +20,12 @@ from kvlab.evals import Record
 from kvlab.evals.harness.local_tasks import known_tasks
 from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, windows_of
 from kvlab.evals.harness.source import NEEDS, chat_template, find_source
-from kvlab.launcher import plain, say
+from kvlab.evaluation import evaluate
+from kvlab.launcher import plain
 from kvlab.reading import Prompt
-from kvlab.runner import batches, evaluate
+from kvlab.runner import batches
 from kvlab.settings import SettingError
+from kvlab.units import say
 from kvlab.workbench import Workbench
 
 NAME = "kvlab"

@@ -226,6 +226,20 @@ def protocol_class(name: str) -> type[Protocol]:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Prompts that are about to be read.
+
+    contexts  what is compressed of them, equal ones once; rows: which of them each prompt begins with
+    feed      of the contexts' cache
+    """
+
+    prompts: Sequence[Prompt]
+    contexts: list[tuple[int, ...]]
+    rows: list[int]
+    feed: Feed
+
+
+@dataclass(frozen=True)
 class Reader:
     """Reads batches of prompts with one session, under one protocol."""
 
@@ -238,6 +252,13 @@ class Reader:
         """Read all but the last token of each prompt. new_tokens: how many are to come, for a budget of the total."""
         if self.protocol.simulated:
             return WholeTexts.of(self.session, prompts, self.pad_id)
+        begun = self.begin(prompts, new_tokens)
+        start = now(self.session.model.device)
+        self.read_contexts(begun)
+        return self.finish(begun, now(self.session.model.device) - start)
+
+    def begin(self, prompts: Sequence[Prompt], new_tokens: Sequence[int] | None = None) -> Begun:
+        """A new cache for these prompts, which has read nothing."""
         contexts = [prompt.ids[: -self.protocol.held(prompt)] for prompt in prompts]
         keys = self._keys(prompts, contexts, new_tokens or [0] * len(prompts))
         shared = list(dict.fromkeys(keys))
@@ -247,18 +268,25 @@ class Reader:
             known_len=[known for _, known, _ in shared],
         )
         feed = Feed(self.session.model, cache, len(shared), self.pad_id)
-        start = now(feed.model.device)
-        if any(ids for ids, _, _ in shared):
-            self.protocol.read_context(feed, [ids for ids, _, _ in shared], self.prefill_chunk)
-        prefill_s = now(feed.model.device) - start
-        if len(shared) < len(keys):
-            feed.take([shared.index(key) for key in keys])
+        return Begun(prompts, [ids for ids, _, _ in shared], [shared.index(key) for key in keys], feed)
+
+    def read_contexts(self, begun: Begun) -> None:
+        """Read what is compressed, if anything."""
+        if any(begun.contexts):
+            self.protocol.read_context(begun.feed, begun.contexts, self.prefill_chunk)
+
+    def finish(self, begun: Begun, prefill_s: float) -> Reading:
+        """Read what is held back, once contexts have been read."""
+        feed, prompts = begun.feed, begun.prompts
+        if len(begun.contexts) < len(prompts):
+            feed.take(begun.rows)
+        contexts = [begun.contexts[row] for row in begun.rows]
         held = [prompt.ids[len(ids) : -1] for ids, prompt in zip(contexts, prompts, strict=True)]
         if any(held):
-            with cache.stepwise():
+            with feed.cache.stepwise():
                 for _ in feed.steps(held, self.protocol.segment(max(1, READ_TOKENS // len(held)))):
                     pass
-        tokens = sum(len(ids) for ids, _, _ in shared)
+        tokens = sum(map(len, begun.contexts))
         together = self.protocol.segment(max(1, SCORE_TOKENS // len(prompts)))
         return Reading(feed, tuple(prompt.ids[-1] for prompt in prompts), prefill_s, tokens, together)
 

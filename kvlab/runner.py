@@ -1,4 +1,4 @@
-"""One cell: attach, read batch by batch, let the task evaluate, record every sample, and sum up.
+"""One cell: evaluate it batch by batch, record every sample, and sum up.
 
 Samples that an earlier attempt has finished are not repeated. Batches are the same in every attempt. What a result says comes
 from the records alone, so an interrupted cell ends with the numbers of an uninterrupted one.
@@ -7,15 +7,14 @@ from the records alone, so an interrupted cell ends with the numbers of an unint
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import platform
 import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -28,59 +27,117 @@ import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Finished, Record, Sample
 from kvlab.evals.shown import as_text, prompts_hash
-from kvlab.measure import PeakMemory, now
+from kvlab.evaluation import PART, evaluate
+from kvlab.measure import PeakMemory
 from kvlab.models import ModelSpec, load_spec, resolve_model
 from kvlab.outline import fingerprint
-from kvlab.protocol import Reader
-from kvlab.reading import Reading
 from kvlab.results import SCHEMA, CellStore, as_lines, prompts_file, write_whole
-from kvlab.session import attach
 from kvlab.tracking import Tracker
 from kvlab.workbench import Workbench
 
-PROBE_STEPS = 8
-"""Decode steps that are timed in one batch of each cell."""
-PART = "kv_bytes."
-"""Before the kinds of bytes that make up a record's `kv_bytes`."""
 LEFT_OUT_LINES = 20
 """Lines on rows left out that a result holds."""
 Progress = Callable[[int], None]
 """Called with the number of samples just finished."""
 
 
-def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress = lambda done: None) -> dict[str, Any]:
-    """Run what is left of a cell and write its result, also where it fails. Returns the result."""
-    store = CellStore(cell.folder)
-    store.start(cell.config)
-    store.repair()
-    tracker.start(cell.summary())
-    started = time.time()
-    peak = PeakMemory()
-    try:
-        samples = bench.samples(cell)
-        _keep_prompts(cell, bench, samples)
-        records = _finish_samples(cell, bench, store, samples, tracker, progress, peak)
-        finished = _finished(cell, bench, samples, records)
+class CellRun:
+    """A cell that is being run. `result` is there once it is over, also where it failed."""
+
+    result: dict[str, Any] | None = None
+    peak: PeakMemory
+    """Of all cells that are run at once."""
+    together = 1
+    """How many those are."""
+
+    def __init__(self, cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress) -> None:
+        self.cell, self.bench, self.tracker, self.progress = cell, bench, tracker, progress
+        self.store = CellStore(cell.folder)
+        self.samples: list[Sample] = []
+        self.records: list[Record] = []
+
+    @contextmanager
+    def attempt(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """A part of the cell's run, whose error ends it, but for an interruption or such an error."""
+        try:
+            yield
+        except but:
+            raise
+        except Exception as error:  # whatever a model, a task or a user's policy may raise: recorded, and the sweep goes on
+            self.fail(error)
+
+    def begin(self, peak: PeakMemory, together: int) -> None:
+        """Make the folder and see what is there already."""
+        self.started, self.peak, self.together = time.time(), peak, together
+        self.store.start(self.cell.config)
+        self.store.repair()
+        self.tracker.start(self.cell.summary())
+        with self.attempt():
+            self.samples = self.bench.samples(self.cell)
+            _keep_prompts(self.cell, self.bench, self.samples)
+            self.records = self.store.records()
+
+    def left(self, batch: Sequence[Sample]) -> list[Sample]:
+        """Those of a batch that are to be evaluated, none once the run is over."""
+        done = {record["id"] for record in self.records}
+        left = [sample for sample in batch if sample.id not in done]
+        return left if self.result is None else []
+
+    @property
+    def to_probe(self) -> PeakMemory | None:
+        """What `evaluate` wants to know: `peak` as long as the speed of decoding wasn't tried."""
+        return None if any("decode_step_s" in record["speed"] for record in self.records) else self.peak
+
+    def add(self, records: list[Record]) -> None:
+        """Record finished samples."""
+        self.store.append(records)
+        self.records += records
+        self.tracker.progress(len(self.records), len(self.samples), _running_means(self.records))
+        self.progress(len(records))
+
+    def finish(self) -> None:
+        """All samples are there: sum up."""
+        cell, place = self.cell, {sample.id: number for number, sample in enumerate(self.samples)}
+        records = sorted((record for record in self.records if record["id"] in place), key=lambda record: place[record["id"]])
+        finished = _finished(cell, self.bench, self.samples, records)
         if (judged := cell.task.judge(finished)) is not records:
-            store.rewrite(judged)
+            self.store.rewrite(judged)
             records = judged
-        result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None, **_summed_up(cell, samples, records)}
-        result["left_out"] = {"rows": len(bench.left_out(cell)), "why": bench.left_out(cell)[:LEFT_OUT_LINES]}
-        result["memory"] |= peak.read()
+        result = {**cell.summary(), "schema": SCHEMA, "status": "ok", "error": None}
+        result |= _summed_up(cell, self.samples, records)
+        left_out = self.bench.left_out(cell)
+        result["left_out"] = {"rows": len(left_out), "why": left_out[:LEFT_OUT_LINES]}
+        result["memory"] |= self.peak.read()
         finished = replace(finished, records=records)
         result["notes"] = cell.task.notes(finished)
         cell.task.export(finished, result)
-        trace = ""
-    except (KeyboardInterrupt, SystemExit):
-        tracker.abandon()
-        raise
-    except Exception as error:  # whatever a model, a task or a user's policy may raise: recorded, and the sweep goes on
-        records, trace = store.records(), traceback.format_exc()
-        result = {**cell.summary(), "schema": SCHEMA, "status": "failed", "error": _one_line(error), "metrics": {}}
-    result["provenance"] = _provenance(cell, bench, started)
-    store.finish(result, trace)
-    tracker.finish(result, records)
-    return result
+        self._end(result, records)
+
+    def fail(self, error: Exception) -> None:
+        """The run is over by an error."""
+        trace = "".join(traceback.format_exception(error))
+        result = {**self.cell.summary(), "schema": SCHEMA, "status": "failed", "error": _one_line(error), "metrics": {}}
+        self._end(result, self.store.records(), trace)
+
+    def _end(self, result: dict[str, Any], records: list[Record], trace: str = "") -> None:
+        result["provenance"] = {**_provenance(self.cell, self.bench, self.started), "cells_together": self.together}
+        self.store.finish(result, trace)
+        self.result = result
+        self.tracker.finish(result, records)
+
+
+def run_batch(run: CellRun, batch: Sequence[Sample]) -> None:
+    """Evaluate what is left of a batch."""
+    if left := run.left(batch):
+        with run.attempt():
+            run.add(evaluate(run.cell, run.bench, left, run.to_probe))
+
+
+def end_run(run: CellRun) -> None:
+    """Sum up a run that hasn't failed."""
+    if run.result is None:
+        with run.attempt():
+            run.finish()
 
 
 def _finished(cell: Cell, bench: Workbench, samples: Sequence[Sample], records: list[Record]) -> Finished:
@@ -106,30 +163,6 @@ def _keep_prompts(cell: Cell, bench: Workbench, samples: Sequence[Sample]) -> No
         write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
 
 
-def _finish_samples(
-    cell: Cell,
-    bench: Workbench,
-    store: CellStore,
-    samples: Sequence[Sample],
-    tracker: Tracker,
-    progress: Progress,
-    peak: PeakMemory,
-) -> list[Record]:
-    records = store.records()
-    done = {record["id"] for record in records}
-    for batch in batches(samples, cell.runtime.batch_size):
-        left = [sample for sample in batch if sample.id not in done]
-        if left:
-            probed = any("decode_step_s" in record["speed"] for record in records)
-            new = evaluate(cell, bench, left, None if probed else peak)
-            store.append(new)
-            records += new
-            tracker.progress(len(records), len(samples), _running_means(records))
-            progress(len(left))
-    place = {sample.id: number for number, sample in enumerate(samples)}
-    return sorted((record for record in records if record["id"] in place), key=lambda record: place[record["id"]])
-
-
 def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early.
 
@@ -150,95 +183,6 @@ def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 def _alike(sample: Sample) -> tuple[int, tuple[str, ...], bool]:
     return sample.new_tokens, sample.stop, len(sample.prompt.ids) == 1
-
-
-def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None = None) -> list[Record]:
-    """Records of a batch. What each sample is billed for memory and time is its share of the batch.
-
-    peak  where the speed of decoding is to be tried too, which must not count as the cell's memory
-    """
-    model, rows = bench.model, len(batch)
-    with (
-        torch.inference_mode(),
-        attach(model, tokenizer=bench.vocab(cell), kernels=cell.runtime.kernels, **cell.at_work) as session,
-    ):
-        start = now(model.device)
-        torch.manual_seed(cell.seed)
-        reader = Reader(session, cell.protocol, bench.tokenizer.pad_token_id or 0, cell.runtime.prefill_chunk)
-        prompts = [replace(p, name=f"{s.id}#{n}" if n else s.id) for s in batch for n, p in enumerate(s.prompts)]
-        reading = reader.read(prompts, new_tokens=[after for sample in batch for after in sample.after_each])
-        speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
-        # Rows that end early go on with the batch, so what generation holds is taken before it.
-        memory = _memory(reading, batch) if batch[0].new_tokens else None
-        heads = _heads(cell, reading, batch) or [{}] * rows
-        records = cell.task.evaluate(reading, batch, bench.tokenizer)
-        memory = memory or _memory(reading, batch)
-        speed["seconds"] = (now(model.device) - start) / rows
-        if (
-            peak is not None
-            and not cell.protocol.simulated
-            and (steps := min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)) > 0
-        ):
-            peak.pause()
-            step, policy = reader.overhead(reading, steps)
-            speed |= {"decode_step_s": step, "policy_step_s": policy, "decode_rows": len(prompts)}
-            peak.go_on()
-    return [
-        {
-            "id": sample.id,
-            **record,
-            **by_head,
-            "fields": dict(sample.fields),
-            "query_aware": cell.protocol.query_aware(sample.prompt),
-            "memory": held,
-            "speed": speed,
-        }
-        for sample, record, held, by_head in zip(batch, records, memory, heads, strict=True)
-    ]
-
-
-def _heads(cell: Cell, reading: Reading, batch: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Where heads may hold different numbers of tokens: what each holds once a sample's (first) prompt was read, and why."""
-    if not cell.policy.ragged or cell.protocol.simulated:
-        return []
-    seconds, held = reading.feed.cache.profile_cost
-    rows = len(reading.last)
-    cost = {"profile_s": seconds / rows, "profile_bytes": held // rows} if held else {}
-    heads = reading.feed.cache.heads_by_row()
-    return [{"heads": heads[rows[0]] | cost} for rows in _rows_of(batch)]
-
-
-def _rows_of(batch: Sequence[Sample]) -> list[range]:
-    """The rows that each sample's prompts are in a reading."""
-    ends = list(itertools.accumulate(len(sample.prompts) for sample in batch))
-    return [range(end - len(sample.prompts), end) for end, sample in zip(ends, batch, strict=True)]
-
-
-def _memory(reading: Reading, batch: Sequence[Sample]) -> list[dict[str, float]]:
-    """What a sequence of each sample holds, the mean where it has several."""
-    found = _memory_by_row(reading)
-    return [{name: statistics.fmean(found[row][name] for row in rows) for name in found[0]} for rows in _rows_of(batch)]
-
-
-def _memory_by_row(reading: Reading) -> list[dict[str, float]]:
-    """What each sequence holds. The peak and the bookkeeping are known for the batch only and shared out by length."""
-    rows, batch = reading.memory()
-    whole = sum(row.kv_bytes_full for row in rows) or 1
-    shares = [row.kv_bytes_full / whole for row in rows]
-    parts = {f"{PART}{kind}": size / (batch.kv_bytes or 1) for kind, size in batch.parts.items()}
-    return [
-        {
-            "kv_bytes": row.kv_bytes,
-            "kv_bytes_peak": max(row.kv_bytes, round(batch.kv_bytes_peak * share)),
-            "kv_bytes_full": row.kv_bytes_full,
-            "state_bytes": round(batch.state_bytes * share),
-            "offload_bytes": round(batch.offload_bytes * share),
-            **{part: round(row.kv_bytes * size) for part, size in parts.items()},
-            "kept": row.kept,
-            "seen": row.seen,
-        }
-        for row, share in zip(rows, shares, strict=True)
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------- summing up

@@ -363,7 +363,7 @@ FAULTS = {
     ),
     "what an interrupted write left behind stays": (
         "runner.py",
-        "    store.repair()\n",
+        "        self.store.repair()\n",
         "",
         ["tests/test_run.py", "tests/test_resume.py"],
     ),

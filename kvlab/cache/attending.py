@@ -16,7 +16,7 @@ from kvlab.cache.voters import Voters
 from kvlab.codecs.attended import Seen
 from kvlab.kernels import reference
 from kvlab.kernels.reference import AttentionRule, merge_group
-from kvlab.shapes import Outputs, Queries
+from kvlab.shapes import Outputs, Queries, Scores
 
 
 class AttendingLayer(DecidingLayer):
@@ -31,6 +31,11 @@ class AttendingLayer(DecidingLayer):
         """
         if view is None:
             return queries.new_zeros(*queries.shape[:-1], self._held.dims[1])
+        if self.given is not None:
+            if counted:
+                assert self.given.mass is not None, "who leads counts what followers need"
+                self._receive(self.given.mass, view)
+            return queries  # which nobody reads
         keys = self._placed_keys(view)
         places = (call.positions, view.positions, rule)
         if (simulation := self.cache.plan.simulation) is not None:
@@ -40,8 +45,13 @@ class AttendingLayer(DecidingLayer):
             return reference.attend(queries, keys, view.values, *places, causal=causal)
         output, mass = self._kernels(keys).prefill_stats(queries, keys, view.values, *places, group=group, causal=causal)
         if group is not None:
-            self._held.write_state("mass", view.state["mass"] + mass, view)
+            self._receive(mass, view)
         return output
+
+    def _receive(self, mass: Scores, view: View) -> None:
+        """Add what slots received to the mass, in `view` too; followers are told."""
+        self.received = mass if self.cache.followers else None
+        self._held.write_state("mass", view.state["mass"] + mass, view)
 
     def _attend_step(self, queries: Queries, view: View, call: Call, rule: AttentionRule) -> tuple[Outputs, Tensor | None]:
         """Attention of a decoded token, and its weights (batch, kv_heads, group, 1, slots) where they are wanted."""

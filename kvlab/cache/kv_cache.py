@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from kvlab.budget import Budget, BudgetError
 from kvlab.cache.call import Call, CallKey
 from kvlab.cache.layer import KVLayer
+from kvlab.cache.leading import Follower, Handed
 from kvlab.cache.plan import Plan
 from kvlab.cache.rotation import RotaryTable, Rotation
 from kvlab.policies.base import Policy
@@ -99,6 +100,7 @@ class KVCache(Cache):
         self._held = [0] * len(self.layers)
         self._peak = 0
         self.profile_cost = (0.0, 0)
+        self.followers: tuple[Follower, ...] = ()
 
     # ------------------------------------------------------------------------------------------------ phases
 
@@ -122,6 +124,10 @@ class KVCache(Cache):
             layer.close_turn()
             if layer.store is not None:
                 self.note_bytes(layer.layer_idx, layer.store.kv_bytes)
+            if layer.handed:
+                layer.lead()
+        for follower in self.followers:
+            follower.end()
 
     @contextmanager
     def stepwise(self) -> Iterator[KVCache]:
@@ -141,6 +147,20 @@ class KVCache(Cache):
             yield
         finally:
             self.phase = "auto"
+
+    @contextmanager
+    def leading(self, caches: Sequence[KVCache]) -> Iterator[tuple[Follower, ...]]:
+        """The first turn, read inside, is that of these new caches too, whose policies and codecs see what this one's does.
+
+        All must hold keys and values as they attend: no `rolling`, no basis, no sharing. Whose policy needs the mass must have
+        a leader whose policy counts it by the same `group`; and whose policy doesn't, one that doesn't either.
+        """
+        assert not self.seen_len.any() and not any(cache.plan.sources or cache.plan.unrotates for cache in (self, *caches))
+        self.followers = tuple(Follower(cache) for cache in caches)
+        try:
+            yield self.followers
+        finally:
+            self.followers = ()
 
     def takes_turn(self, call: Call) -> bool:
         """Whether a call is (part of) a turn; a single token is one only as the first of all."""
@@ -232,6 +252,14 @@ class KVCache(Cache):
             self._call = (made_from, Call.of(seen, tokens, padding, ids, key.device))
         return self._call[1]
 
+    def call_of(self, handed: Handed) -> Call:
+        """A leader's call as this cache's own."""
+        self.input_ids, call = handed.ids, handed.call
+        try:
+            return replace(call, token_ids=self._ids_for(call.tokens, len(call.seen), call.positions.device))
+        finally:
+            self.input_ids = None
+
     def _ids_for(self, tokens: int, batch: int, device: torch.device) -> Tensor | None:
         if not self.needs_token_ids:
             return None
@@ -272,6 +300,13 @@ class KVCache(Cache):
         """Record what a layer holds now."""
         self._held[layer_idx] = kv_bytes
         self._peak = max(self._peak, sum(self._held))
+
+    def note_again(self, held: Sequence[Sequence[int]]) -> None:
+        """Record what layers held after each call of the first turn, [layer][call], in the order of calls."""
+        self._held = [0] * len(self.layers)
+        for stage in zip(*held, strict=True):
+            for layer_idx, kv_bytes in enumerate(stage):
+                self.note_bytes(layer_idx, kv_bytes)
 
     # ------------------------------------------------------------------------------------- rows, copies, reset
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvlab.cache.attending import AttendingLayer
 from kvlab.cache.call import Call
 from kvlab.cache.encoded import EncodedStore
+from kvlab.cache.leading import Handed
 from kvlab.cache.readers import OpenCall, joined
 from kvlab.cache.scan import arrivals_of, lengths_after, move_state, with_source
 from kvlab.cache.state import without
@@ -76,7 +77,34 @@ class KVLayer(AttendingLayer):
         attend = self._turn if self.cache.takes_turn(call) else self._steps
         output = attend(queries, arrival, call)
         self.cache.note_bytes(self.layer_idx, self.store.kv_bytes)
+        if self.cache.followers:
+            self._hand_on(queries, arrival, call)
         return output
+
+    def _hand_on(self, queries: Queries, arrival: Arrival, call: Call) -> None:
+        """Let followers take a call in, once the turn is over."""
+        cache, mass = self.cache, self.received
+        self.received = None
+        self.handed = (*self.handed, Handed(queries, arrival, call, self.rule, cache.input_ids, mass, cache.turn_open))
+        if not cache.turn_open:
+            self.lead()
+
+    def lead(self) -> None:
+        """The turn is over here: let the followers' layers take it in."""
+        turn, self.handed = self.handed, ()
+        for follower in self.cache.followers:
+            follower.take(self.layer_idx, turn)
+
+    def follow(self, handed: Handed) -> None:
+        """Take in a call over which a leader's layer has attended, as if it had come here."""
+        self.is_initialized, self.batch_size = True, len(handed.queries)
+        self.seen_len += handed.call.tokens
+        self.rule, self.given = handed.rule, handed
+        try:
+            arrival = handed.arrival
+            self._over_own(handed.queries, arrival.keys, arrival.values, self.cache.call_of(handed))
+        finally:
+            self.given = None
 
     def _arriving_state(self, arrival: Arrival, call: Call) -> dict[str, Tensor]:
         """State that tokens bring along: (batch, kv_heads or 1, tokens, ...)."""

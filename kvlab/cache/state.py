@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvlab.cache.call import Call
 from kvlab.cache.encoded import EncodedStore
+from kvlab.cache.leading import Handed
 from kvlab.cache.limits import RowLimits, unlimited
 from kvlab.cache.readers import OpenCall
 from kvlab.cache.rotation import RotaryTable, Rotation
@@ -20,7 +21,7 @@ from kvlab.cache.voters import Voters
 from kvlab.kernels.dispatch import Kernels, choose
 from kvlab.kernels.reference import AttentionRule, accumulate_type
 from kvlab.policies.base import RANK, SCORE, Policy
-from kvlab.shapes import Keys, Queries
+from kvlab.shapes import Keys, Queries, Scores
 
 if TYPE_CHECKING:
     from kvlab.cache.kv_cache import KVCache
@@ -61,6 +62,9 @@ class LayerState(CacheLayerMixin):
         self.voters: Voters | None = None  # the open turn's last queries
         self.open: OpenCall | None = None  # a call that layers which read this one's store have yet to attend over
         self.profile: dict[str, Tensor] = {}  # what the policy found out about each head, (batch, kv_heads, ...)
+        self.handed: tuple[Handed, ...] = ()  # calls of the open turn, where there are followers
+        self.received: Scores | None = None  # mass of the current call, where there are followers
+        self.given: Handed | None = None  # the current call, where a leader's layer has attended
 
     # ------------------------------------------------------------------- what transformers asks of a cache layer
 

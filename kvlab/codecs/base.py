@@ -84,6 +84,11 @@ class Codec:
         return self.evictable
 
     @property
+    def projects(self) -> bool:
+        """Whether `basis_of` may be anything but None."""
+        return type(self).basis_of is not Codec.basis_of
+
+    @property
     def pre_rope(self) -> bool:
         """Whether keys are held without their rotation."""
         return False
