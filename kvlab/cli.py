@@ -67,7 +67,7 @@ DASHBOARD_EXAMPLES = """examples:
 
 BENCH_EXAMPLES = """examples:
   kvlab bench decode prefill               time of a decode step, and of reading a prompt
-  kvlab bench                              all of them: some ten minutes on two cores
+  kvlab bench                              all of them: some twenty minutes on two cores
   kvlab bench decode --lengths 1024 --batch 16 --ratio 0.1
   kvlab bench loglik --json > loglik.json
   kvlab bench decode --model path/to/model --device cuda --dtype bfloat16
@@ -199,12 +199,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_own(listing)
 
     bench = add("bench", _bench, "measure what caches and kernels cost and save, against transformers' own", BENCH_EXAMPLES)
-    bench.add_argument("what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, choices, codecs, memory")
+    bench.add_argument("what", nargs="*", metavar="WHAT", help="decode, prefill, loglik, choices, codecs, memory, sweep")
     _add_model(bench)
     bench.add_argument("--lengths", type=_lengths, default=(2048, 4096), help="prompt lengths (default: 2048,4096)")
     bench.add_argument("--batch", type=_positive, default=8, help="sequences that are decoded together (default: 8)")
     bench.add_argument("--ratio", type=_share, default=0.2, help="the budget's part of the prompt (default: 0.2)")
-    bench.add_argument("--repeats", type=_positive, default=5, help="of each measurement, for its median (default: 5)")
+    bench.add_argument(
+        "--repeats", type=_positive, default=5, help="of each measurement, for its median (default: 5; sweep: a fifth)"
+    )
     bench.add_argument("--threads", type=_positive, help="of torch and of the kernels on the CPU (default: all cores)")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

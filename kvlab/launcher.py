@@ -176,10 +176,10 @@ def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) ->
         for group in groups:
             say(f"model {group.bench.spec.name}: {_count(group.left)} to run")
             for unit in bundled([cell for cell, _ in group.left]):
-                place = _place(number, len(unit), left)
+                places = [f"[{number + place}/{left}]" for place in range(1, len(unit) + 1)]
                 number += len(unit)
-                bar.set_description(f"{place} {unit[0].label}{f' and {len(unit) - 1} more' if len(unit) > 1 else ''}")
-                outcomes = list(zip(unit, run_unit(unit, group.bench, force, bar.update, place), strict=True))
+                bar.set_description(f"{places[0]} {unit[0].label}{f' and {len(unit) - 1} more' if len(unit) > 1 else ''}")
+                outcomes = list(zip(unit, run_unit(unit, group.bench, force, bar.update, places), strict=True))
                 failed += [cell for cell, outcome in outcomes if outcome == "failed"]
                 busy += [cell for cell, outcome in outcomes if outcome == "busy"]
             group.bench.release()
@@ -265,7 +265,7 @@ class Work:
             benches.clear()
             bench = benches[repr(cell.model)] = Workbench(cell.model)
         bench.check(cell)
-        return run_unit([cell], bench, False, lambda done: None, f"[of {total}]", quiet=True) != ["busy"]
+        return run_unit([cell], bench, False, lambda done: None, [f"[of {total}]"], quiet=True) != ["busy"]
 
     def _waits(self, cell: Cell, cells: Sequence[Cell]) -> bool:
         """Whether a cell is judged against a full cache's answers that aren't all there yet, but will be by this sweep."""
@@ -285,11 +285,6 @@ class Work:
         if result.get("status") != "failed" or when is None:
             return False
         return datetime.datetime.fromisoformat(when).timestamp() >= int(self.since)
-
-
-def _place(before: int, size: int, of: int) -> str:
-    """Numbers of the cells that are run now."""
-    return f"[{before + 1}/{of}]" if size == 1 else f"[{before + 1}-{before + size}/{of}]"
 
 
 def _main_value(cell: Cell) -> float | None:

@@ -1,7 +1,7 @@
 """Cells run at once, one or several that share their prompts' forward pass, each with its own records and result.
 
-Several go side by side, batch by batch. A cell that fails leaves the others. Where samples of a batch are left to some cells and
-not to others, after an interruption, those that lack the same ones share.
+Several go side by side, batch by batch. A cell that fails leaves the others. Where samples of a batch are left to some and
+not to others, after an interruption, those cells share that lack the same ones.
 """
 
 from __future__ import annotations

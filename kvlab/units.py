@@ -23,11 +23,16 @@ Outcome = Literal["ok", "failed", "busy"]
 
 
 def run_unit(
-    unit: Sequence[Cell], bench: Workbench, force: bool, progress: Callable[[int], Any], place: str, quiet: bool = False
+    unit: Sequence[Cell],
+    bench: Workbench,
+    force: bool,
+    progress: Callable[[int], Any],
+    places: Sequence[str],
+    quiet: bool = False,
 ) -> list[Outcome]:
     """Run cells under their locks, together where they are several; how each went.
 
-    force: also what is finished; place: of these among all cells; quiet: don't mention those that another process runs
+    force: also what is finished; places: of each among all cells; quiet: don't mention those that another process runs
     """
     outcomes: list[Outcome] = []
     runs: dict[int, CellRun] = {}
@@ -40,7 +45,7 @@ def run_unit(
             except CellBusy as error:
                 outcomes.append("busy")
                 if not quiet:
-                    say(f"{place} {cell.label}: {error}; left to it")
+                    say(f"{places[number]} {cell.label}: {error}; left to it")
                 continue
             outcomes.append("ok")
             if _to_run(cell, force):
@@ -48,7 +53,7 @@ def run_unit(
         start = time.perf_counter()
         run_together(list(runs.values()))
     for number, run in runs.items():
-        outcomes[number] = _outcome(run, place, time.perf_counter() - start)
+        outcomes[number] = _outcome(run, places[number], time.perf_counter() - start)
     return outcomes
 
 

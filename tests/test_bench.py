@@ -19,7 +19,12 @@ def quick(monkeypatch):
     """A small tensor to measure bandwidth on."""
     ones = torch.ones
     monkeypatch.setattr(timing.torch, "ones", lambda count, **options: ones(min(count, 2**16), **options))
-    shorter = {"choices": {"CONTEXT": 60}, "codecs": {"BITS": (2,), "STEPS": 1}, "decode": {"STEPS": 2}}
+    shorter = {
+        "choices": {"CONTEXT": 60},
+        "codecs": {"BITS": (2,), "STEPS": 1},
+        "decode": {"STEPS": 2},
+        "sweep": {"NEW_TOKENS": 2},
+    }
     for module, values in shorter.items():
         for name, value in values.items():  # a function of the package hides its module
             monkeypatch.setattr(importlib.import_module(f"kvlab.bench.{module}"), name, value)
@@ -27,15 +32,17 @@ def quick(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:a budget of")  # corm protects more than so short a prompt's part
 def test_every_bench_prints_a_table(capsys):
-    assert main(["bench", "decode", "prefill", "loglik", "choices", "codecs", "memory", *SMALL]) == 0
+    assert main(["bench", "decode", "prefill", "loglik", "choices", "codecs", "memory", "sweep", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert out.count("### ") == 6
+    assert out.count("### ") == 7
     for said in (
         "h2o at 20% over transformers' DynamicCache, batch 2 × 192",
         "knorm over streaming_llm",
         "scan over token by token",
         "| kivi2 | ",
         "h2o, stream: 4 choices of 1 contexts of 60 tokens",
+        "one sweep over 16 runs",
+        "tokens and kept positions are identical",
     ):
         assert said in out
     assert "**no**" not in out.split("### Keys and values held")[0], "targets are for another model"

@@ -18,6 +18,7 @@ from kvlab.bench.loglik import loglik
 from kvlab.bench.memory import memory, render_memory
 from kvlab.bench.prefill import prefill
 from kvlab.bench.setup import Setup, load
+from kvlab.bench.sweep import sweep
 from kvlab.bench.timing import render
 
 __all__ = ["BENCHES", "Setup", "load", "run_benches"]
@@ -29,6 +30,7 @@ BENCHES: dict[str, tuple[str, Callable[[Setup], Sequence[Any]], Callable[[str, A
     "choices": ("Multiple choice", choices, render),
     "codecs": ("Codecs", codecs, render_codecs),
     "memory": ("Keys and values held", memory, render_memory),
+    "sweep": ("Sweeps", sweep, render),
 }
 """name -> (title, bench, how to print it)"""
 
