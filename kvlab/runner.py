@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Finished, Record, Sample
 from kvlab.evals.shown import as_text, prompts_hash
-from kvlab.measure import PeakMemory, now
+from kvlab.interrupt import finished_first
+from kvlab.measure import PeakMemory, give_back, now, out_of_memory
 from kvlab.models import ModelSpec, load_spec, resolve_model
 from kvlab.outline import fingerprint
 from kvlab.protocol import Reader
 from kvlab.reading import Reading
-from kvlab.results import SCHEMA, CellStore, as_lines, prompts_file, write_whole
+from kvlab.results import SCHEMA, CellStore, StoreError, as_lines, prompts_file, write_whole, writing
 from kvlab.session import attach
 from kvlab.tracking import Tracker
 from kvlab.workbench import Workbench
@@ -52,7 +55,8 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
     """Run what is left of a cell and write its result, also where it fails. Returns the result."""
     store = CellStore(cell.folder)
     store.start(cell.config)
-    store.repair()
+    for line in store.repair():
+        tqdm.write(line, file=sys.stderr)
     tracker.start(cell.summary())
     started = time.time()
     peak = PeakMemory()
@@ -71,12 +75,13 @@ def run_cell(cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress 
         result["notes"] = cell.task.notes(finished)
         cell.task.export(finished, result)
         trace = ""
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, StoreError):
         tracker.abandon()
         raise
     except Exception as error:  # whatever a model, a task or a user's policy may raise: recorded, and the sweep goes on
         records, trace = store.records(), traceback.format_exc()
-        result = {**cell.summary(), "schema": SCHEMA, "status": "failed", "error": _one_line(error), "metrics": {}}
+        error_line = _too_little(cell) if out_of_memory(error) else _one_line(error)
+        result = {**cell.summary(), "schema": SCHEMA, "status": "failed", "error": error_line, "metrics": {}}
     result["provenance"] = _provenance(cell, bench, started)
     store.finish(result, trace)
     tracker.finish(result, records)
@@ -103,7 +108,8 @@ def _keep_prompts(cell: Cell, bench: Workbench, samples: Sequence[Sample]) -> No
     """Write what is asked, as text, where no cell before has."""
     file = prompts_file(cell.folder, prompts_hash(samples))
     if not file.exists():
-        write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
+        with writing(file.parent):
+            write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
 
 
 def _finish_samples(
@@ -117,17 +123,46 @@ def _finish_samples(
 ) -> list[Record]:
     records = store.records()
     done = {record["id"] for record in records}
-    for batch in batches(samples, cell.runtime.batch_size):
-        left = [sample for sample in batch if sample.id not in done]
-        if left:
-            probed = any("decode_step_s" in record["speed"] for record in records)
-            new = evaluate(cell, bench, left, None if probed else peak)
-            store.append(new)
-            records += new
-            tracker.progress(len(records), len(samples), _running_means(records))
-            progress(len(left))
+    size = _batch_size(cell, records) if cell.runtime.oom == "retry" else cell.runtime.batch_size
+    waiting = batches(samples, size)
+    while waiting:
+        batch = [sample for sample in waiting.pop(0) if sample.id not in done]
+        if not batch:
+            continue
+        probed = any("decode_step_s" in record["speed"] for record in records)
+        _ = bench.model  # loaded here: nothing waits for it, and smaller batches don't help where it is too large
+        with finished_first():
+            new = _evaluate(cell, bench, batch, size, None if probed else peak)
+            if new is not None:
+                store.append(new)
+        if new is None:
+            size = max(1, min(size, sum(len(sample.prompts) for sample in batch)) // 2)
+            waiting = [part for one in (batch, *waiting) for part in batches(one, size)]
+            continue
+        records += new
+        tracker.progress(len(records), len(samples), _running_means(records))
+        progress(len(batch))
     place = {sample.id: number for number, sample in enumerate(samples)}
     return sorted((record for record in records if record["id"] in place), key=lambda record: place[record["id"]])
+
+
+def _evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], size: int, peak: PeakMemory | None) -> list[Record] | None:
+    """Records of a batch; None where there was too little memory for it and `runtime.oom` has smaller ones tried."""
+    try:
+        records = evaluate(cell, bench, batch, peak)
+        if size < cell.runtime.batch_size:
+            records = [{**record, "speed": {**record["speed"], "batch_size": size}} for record in records]
+        return records
+    except Exception as error:
+        if cell.runtime.oom != "retry" or len(batch) == 1 or not out_of_memory(error):
+            raise
+    give_back()  # only here, where nothing holds the error, and it the batch's tensors
+    return None
+
+
+def _batch_size(cell: Cell, records: Sequence[Record]) -> int:
+    """What was asked for, or as few rows as memory was found to be enough for."""
+    return min([cell.runtime.batch_size, *(record["speed"].get("batch_size", cell.runtime.batch_size) for record in records)])
 
 
 def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
@@ -281,7 +316,7 @@ def _speed(cell: Cell, speeds: Sequence[Mapping[str, float]]) -> dict[str, float
         "decode_tokens_per_s": probe["decode_rows"] / probe["decode_step_s"] if probe else None,
         "policy_ms_per_step": 1000 * probe["policy_step_s"] if probe else None,
         "seconds": sum(speed["seconds"] for speed in speeds),
-        "batch_size": cell.runtime.batch_size,
+        "batch_size": min(speed.get("batch_size", cell.runtime.batch_size) for speed in speeds),
     }
 
 
@@ -295,9 +330,13 @@ def _running_means(records: Sequence[Record]) -> dict[str, float]:
 
 def _one_line(error: Exception) -> str:
     text = str(error).strip().split("\n")[0] or "no message"
-    if isinstance(error, torch.OutOfMemoryError):
-        text = "out of device memory: lower runtime.batch_size, or set runtime.prefill_chunk"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _too_little(cell: Cell) -> str:
+    if cell.runtime.oom == "retry" or cell.runtime.batch_size == 1:
+        return "out of memory with one sample at a time: set runtime.prefill_chunk, or use shorter prompts or a smaller model"
+    return "out of memory: set runtime.oom=retry (smaller batches), lower runtime.batch_size, or set runtime.prefill_chunk"
 
 
 def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:
