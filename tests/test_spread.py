@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,7 @@ def test_launchers_are_built_from_settings(settings, expected):
         assert found == expected
         return
     assert isinstance(found, Slurm)
+    assert found.where == ("slurm jobs" if shutil.which("srun") else "local jobs, since there is no SLURM here")
     given = found._parameters("slurm")
     assert given["slurm_setup"] == ["module load cuda"] and given["slurm_additional_parameters"] == {"account": "nlp"}
     assert set(found._parameters("local")) == {"timeout_min", "cpus_per_task", "gpus_per_node", "name"}
