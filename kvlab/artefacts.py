@@ -202,6 +202,8 @@ def find(
             )
         found = [one for one in found if not (_foreign(one, weights, fingerprint, strict=True) or _other(one, settings))]
         found = [one for one in found if one.version == version] or found
+        if len(found) > 1:  # what is damaged is no choice
+            found = [one for one in found if not one.broken] or found
         if not found:
             raise ArtefactError(f"{_none(kind, key)} for this model and these settings: make one with `{command}`")
     if fault := _fault(found[0], weights, fingerprint, version, settings):

@@ -24,6 +24,7 @@ def _shared_by(cell: Cell) -> Hashable:
     runtime, policy = cell.runtime, cell.policy
     alone = (
         not runtime.share_prefill,
+        runtime.oom == "retry",  # each finds the size of its batches by itself
         cell.protocol.name != "prompt",
         cell.share is not None,
         policy.rolling,

@@ -67,6 +67,7 @@ class Runtime:
     threads: int | None = None
     beyond_context: bool = False
     kernels: Literal["auto", "reference", "cpu", "gpu"] = "auto"
+    oom: Literal["record", "retry"] = "record"
     share_prefill: bool = True
 
     def __post_init__(self) -> None:
@@ -94,8 +95,12 @@ class Cell:
     config: dict[str, Any] = dataclasses.field(repr=False)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Cell:
-        """The checked cell of a composed config. Raises ValueError, in one line that says what to change."""
+    def of(cls, config: Mapping[str, Any], artefacts: Mapping[str, str] | None = None) -> Cell:
+        """The checked cell of a composed config. Raises ValueError, in one line that says what to change.
+
+        artefacts  `artefacts` of the same cell, made before: these are taken where the config chooses none
+        """
+        known = artefacts or {}
         for key in config:
             if key not in KEYS:
                 raise SettingError(f"{key}: there is no such setting{did_you_mean(key, KEYS)}; settings: {', '.join(KEYS)}")
@@ -117,7 +122,7 @@ class Cell:
         protocol.check(policy, budget)
         if (codec := chain(tuple(codecs.values()))) is not None:
             check_codec(codec, policy, budget, protocol)
-        share = _share(config, model, protocol)
+        share = _share(config, model, protocol, known)
         return cls(
             name=_folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
@@ -125,7 +130,7 @@ class Cell:
             model=model,
             policy=policy,
             budget=budget,
-            codecs=tuple(_settled(one, f"codec.{choice}", model) for choice, one in codecs.items()),
+            codecs=tuple(_settled(one, f"codec.{choice}", model, known) for choice, one in codecs.items()),
             share=share,
             task=task.resolved(protocol),
             protocol=protocol,
@@ -232,6 +237,14 @@ class Cell:
         return None if self.share is None else _label(self.share, self.config["share"])
 
     @property
+    def artefacts(self) -> dict[str, str]:
+        """Keys of the artefacts at work, by config group."""
+        methods = dict(zip((f"codec.{choice}" for choice in self.config.get("codec") or {}), self.codecs, strict=True))
+        every: dict[str, Codec | Share | None] = {**methods, "share": self.share}
+        found = {where: getattr(method, "artefact", None) for where, method in every.items()}
+        return {where: key for where, key in found.items() if key is not None}
+
+    @property
     def parts(self) -> list[str]:
         """Labels of what is at work: policy, codecs, sharing."""
         return [self.policy_label, *self.codec_labels, *([self.share_label] if self.share_label else [])]
@@ -327,7 +340,7 @@ def _codecs(settings: Any) -> dict[str, Codec]:
     }
 
 
-def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol) -> Share | None:
+def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol, known: Mapping[str, str]) -> Share | None:
     """The way of sharing, None where each layer holds its own."""
     if not config.get("share"):
         return None
@@ -335,7 +348,7 @@ def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol) -> S
     share = build(share_class(settings["name"]), settings, "share", ShareError, ("name",))
     if protocol.simulated:
         raise ShareError(f"share={share.name}: protocol {protocol.name} holds nothing to share; use share=none")
-    return _settled(share, "share", model)
+    return _settled(share, "share", model, known)
 
 
 def _label(method: Codec | Share, settings: Mapping[str, Any]) -> str:
@@ -344,10 +357,12 @@ def _label(method: Codec | Share, settings: Mapping[str, Any]) -> str:
     return f"{method.label} {str(key)[:8]}" if key else method.label
 
 
-def _settled(method: Method, where: str, model: ModelSpec) -> Method:
+def _settled(method: Method, where: str, model: ModelSpec, known: Mapping[str, str]) -> Method:
     """With the artefact that fits the model's files, where one is needed. Raises ArtefactError where there is none."""
     if not method.calibrated:
         return method
+    if getattr(method, "artefact") is None and where in known:  # noqa: B009 - a field of those that have `calibrated`
+        method = dataclasses.replace(method, artefact=known[where])  # type: ignore[type-var]
     named = model.name if model.name in model_names() else model.source  # as `kvlab calibrate` takes it
     found = find_for(method, where, model=named, fingerprint=fingerprint(model))
     return dataclasses.replace(method, artefact=found.key)  # type: ignore[type-var]

@@ -74,7 +74,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     if options.dry_run:
         _show_plan(distinct, groups)
         return [None] * len(configs)
-    _check_places(distinct)
+    _check_places([cell for group in groups for cell, _ in group.left])
     if spread.here:
         failed, busy = _run_groups(distinct, groups, options.force)
     else:
@@ -84,7 +84,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
     if busy:
         raise CellsFailed(
-            f"{len(busy)} of {_count(distinct)} are left, to another process or the same command: {busy[0].folder}"
+            f"{len(busy)} of {_count(distinct)} are left to another process, or to the same command later: {busy[0].folder}"
         )
     return [_main_value(group[0]) for group in asked]
 
@@ -105,9 +105,13 @@ def _check_places(cells: Sequence[Cell]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f".{os.getpid()}").touch()
-            (folder / f".{os.getpid()}").unlink()
+            (folder / f".{os.getpid()}").unlink(missing_ok=True)
         except OSError as error:
             raise SettingError(f"output_dir={folder} can't be written ({error.strerror}): give another folder") from error
+    for cell in cells:
+        there = next(place for place in (cell.folder, *cell.folder.parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise SettingError(f"{there} can't be written: let it be, or give another output_dir or name")
     for cell in {repr(cell.tracking): cell for cell in cells}.values():
         make_tracker(cell.tracking, cell.output_dir)
 
@@ -183,7 +187,7 @@ def _run_groups(cells: Sequence[Cell], groups: Sequence[_Group], force: bool) ->
                 failed += [cell for cell, outcome in outcomes if outcome == "failed"]
                 busy += [cell for cell, outcome in outcomes if outcome == "busy"]
             group.bench.release()
-    return failed, busy
+    return failed, [cell for cell in busy if not CellStore(cell.folder).finished(cell.run_id)]
 
 
 def _run_elsewhere(
@@ -199,8 +203,8 @@ def _run_elsewhere(
         for cell in left:
             with CellStore(cell.folder).locked():
                 CellStore(cell.folder).set_aside()
-    work = Work(tuple(cell.config for cell in left), options.modules, time.time())
-    say(f"{_count(left)} to run over {spread.name}")
+    work = Work(tuple((cell.config, cell.artefacts) for cell in left), options.modules, time.time())
+    say(f"{_count(left)} to run over {spread.where}")
     with _watched(left, sum(n for group in groups for _, n in group.left)):
         notice = spread.run(work, len(left), left[0].output_dir / ".jobs")
     if notice:
@@ -235,17 +239,18 @@ def _watched(cells: Sequence[Cell], total: int) -> Iterator[None]:
 class Work:
     """What each of several workers does: walk over all cells, and run those that nobody runs.
 
-    configs  of the cells; modules: the user's own; since: when the sweep began, so that failures before it are tried again
+    configs  of the cells, with the artefacts that were found: when a job starts, others may fit too
+    modules  the user's own; since: when the sweep began, so that failures before it are tried again
     """
 
-    configs: tuple[dict[str, Any], ...]
+    configs: tuple[tuple[dict[str, Any], dict[str, str]], ...]
     modules: tuple[str, ...]
     since: float
 
     def __call__(self, number: int, of: int) -> None:
         """Worker `number` of so many; each begins elsewhere. Ends when nothing is left that nobody runs."""
         import_modules(self.modules)
-        cells = [Cell.of(config) for config in self.configs]
+        cells = [Cell.of(config, artefacts) for config, artefacts in self.configs]
         start = number * len(cells) // of
         order, benches = [*cells[start:], *cells[:start]], dict[str, Workbench]()
         while left := [cell for cell in order if not self.settled(cell)]:

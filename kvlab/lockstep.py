@@ -13,8 +13,10 @@ import torch
 
 from kvlab.evals import Record, Sample
 from kvlab.evaluation import evaluate_reading, new_tokens_of, prompts_of, reader_of, session_of
-from kvlab.measure import PeakMemory, now
+from kvlab.interrupt import finished_first
+from kvlab.measure import PeakMemory, give_back, now, out_of_memory
 from kvlab.protocol import Reader
+from kvlab.results import StoreError
 from kvlab.runner import CellRun, batches, end_run, run_batch
 from kvlab.together import Prefilled, prefill_together
 
@@ -26,11 +28,11 @@ def run_together(runs: Sequence[CellRun]) -> None:
         for run in runs:
             run.begin(peak, len(runs))
         begun = [run for run in runs if run.result is None]
-        for batch in batches(begun[0].samples, begun[0].cell.runtime.batch_size) if begun else ():
+        for batch in batches(begun[0].samples, begun[0].size) if begun else ():
             _run_batch(begun, batch)
         for run in runs:
             end_run(run)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, StoreError):
         for run in runs:
             if run.result is None:
                 run.tracker.abandon()
@@ -44,8 +46,12 @@ def _run_batch(runs: Sequence[CellRun], batch: Sequence[Sample]) -> None:
     for lacking, some in alike.items():
         left, alone = [sample for sample in batch if sample.id in lacking], list[CellRun]()
         while left and len(some) > 1:
-            some, short = _share(some, left)
+            some = [run for run in some if run.ready()]
+            with finished_first():
+                some, short = _share(some, left)
             alone += short
+        if alone:
+            give_back()  # here, where nothing holds the caches of the others any more
         for run in (*some, *alone):
             run_batch(run, left)
 
@@ -61,17 +67,14 @@ def _share(runs: Sequence[CellRun], batch: Sequence[Sample]) -> tuple[list[CellR
         try:
             torch.manual_seed(going[0].cell.seed)
             shared = prefill_together(list(readers.values()), prompts_of(batch), new_tokens_of(batch))
-        except torch.OutOfMemoryError:
-            return [], going
         except Exception as error:  # of the model, or of what the first cell has at work: the others will tell
+            if out_of_memory(error):
+                return [], going
             going[0].fail(error)
             return going[1:], short
         for run in going:
-            try:
-                with run.attempt(but=torch.OutOfMemoryError):
-                    run.add(_evaluated(run, batch, shared.pop(0)))  # its cache goes before the next one is filled
-            except torch.OutOfMemoryError:
-                short.append(run)
+            with run.attempt(short):
+                run.add(_evaluated(run, batch, shared.pop(0)))  # its cache goes before the next one is filled
     return [], short
 
 

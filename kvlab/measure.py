@@ -18,6 +18,24 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+SHORT = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""What else says that memory was too little: torch's allocator of the CPU, and CUDA's own libraries."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether too little memory of the process or its device was the cause."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORT)
+
+
+def give_back() -> None:
+    """Free what nobody holds any more, also to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class PeakMemory:
     """The most memory that the process and its device held since this was made, where the system can tell."""
 

@@ -23,6 +23,7 @@ from huggingface_hub import errors
 from kvlab import embedded
 from kvlab.embedded import EMBEDDED, ModelUnavailable, first_line
 from kvlab.hints import did_you_mean
+from kvlab.hub import settle_hub
 from kvlab.paths import conf_dir
 from kvlab.tiny import tiny_families, tiny_model, tiny_tokenizer
 
@@ -147,6 +148,8 @@ def load_model(
 
 def load_spec(spec: ModelSpec) -> tuple[transformers.PreTrainedModel, Any]:
     """Loads what `resolve_model` or `spec_from_config` has checked; returns and raises as `load_model`."""
+    if spec.kind == "hub":
+        settle_hub()
     float_dtype = torch.float32 if spec.dtype == "auto" else getattr(torch, spec.dtype)
     model: Any
     try:

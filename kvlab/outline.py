@@ -12,6 +12,7 @@ import transformers
 
 from kvlab import embedded
 from kvlab.embedded import ModelUnavailable
+from kvlab.hub import settle_hub
 from kvlab.models import ModelSpec, explain_load
 from kvlab.tiny import tiny_model, tiny_tokenizer
 
@@ -47,6 +48,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.kind == "gguf":
         path = Path(spec.source)
         return str(path.parent), {"gguf_file": path.name}
+    settle_hub()
     return spec.source, {"revision": spec.revision}
 
 

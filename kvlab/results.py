@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,22 @@ class CellBusy(ValueError):
     """Another process runs this cell."""
 
 
+class StoreError(OSError):
+    """A cell's folder can't be written: what is there stays, and the sweep ends, since no other cell could be either."""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises StoreError, in one line that says how to go on, where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{folder} can't be written ({error.strerror or error}): make room, or let it be written; nothing finished is "
+            "lost, and the same command goes on from here"
+        ) from error
+
+
 class CellStore:
     """The folder of one cell."""
 
@@ -45,9 +62,10 @@ class CellStore:
     def result(self) -> dict[str, Any] | None:
         """What result.json holds, None if there is none that can be read."""
         try:
-            return json.loads(self.result_file.read_text(encoding="utf-8"))
+            result = json.loads(self.result_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
+        return result if isinstance(result, dict) else None
 
     def finished(self, run_id: str) -> bool:
         """Whether the cell is done, with a result of this identity."""
@@ -62,38 +80,57 @@ class CellStore:
         """How many samples are finished, without reading them."""
         return self.samples_file.read_bytes().count(b"\n") if self.samples_file.exists() else 0
 
-    def repair(self) -> None:
-        """Drop lines that an interrupted write left behind, so that later ones stand alone. Only under the lock."""
-        records, broken = read_records(self.samples_file)
-        if broken:
-            write_whole(self.samples_file, as_lines(records))
+    def repair(self) -> list[str]:
+        """Make files whole that aren't; a line on each whose content was lost, which stays as *.broken. Only under the lock.
+
+        A last line without its end is what an interrupted write leaves behind, and no more than cut off.
+        """
+        said = []
+        with writing(self.folder):
+            if self.result_file.exists() and self.result() is None:
+                aside = _broken(self.result_file)
+                self.result_file.replace(aside)
+                said.append(f"{self.result_file} can't be read and is made again; what there was is now {aside.name}")
+            records, broken = read_records(self.samples_file)
+            torn = self.samples_file.exists() and self.samples_file.read_bytes()[-1:] not in (b"", b"\n")
+            if lost := broken - torn:
+                aside = _broken(self.samples_file)
+                shutil.copyfile(self.samples_file, aside)
+                lines = "1 line is" if lost == 1 else f"{lost} lines are"
+                said.append(f"{self.samples_file}: {lines} no sample, to be made again; what there was is now {aside.name}")
+            if broken:
+                write_whole(self.samples_file, as_lines(records))
+        return said
 
     def append(self, records: Sequence[Record]) -> None:
         """Add finished samples; on disk when this returns."""
-        with self.samples_file.open("ab") as file:
+        with writing(self.folder), self.samples_file.open("ab") as file:
             file.write(as_lines(records).encode())
             file.flush()
             os.fsync(file.fileno())
 
     def rewrite(self, records: Sequence[Record]) -> None:
         """Put these in the place of all finished samples."""
-        write_whole(self.samples_file, as_lines(records))
+        with writing(self.folder):
+            write_whole(self.samples_file, as_lines(records))
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Make the folder, with the config that was asked for."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
     def finish(self, result: Mapping[str, Any], traceback: str = "") -> None:
         """Write the result, and the traceback of a failure."""
-        if traceback:
-            write_whole(self.folder / "error.txt", traceback)
-        else:
-            (self.folder / "error.txt").unlink(missing_ok=True)
-        write_whole(self.result_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        if result["status"] == "ok":
-            for name in ("samples.jsonl", "result.json"):
-                (self.folder / f"previous.{name}").unlink(missing_ok=True)
+        with writing(self.folder):
+            if traceback:
+                write_whole(self.folder / "error.txt", traceback)
+            else:
+                (self.folder / "error.txt").unlink(missing_ok=True)
+            write_whole(self.result_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            if result["status"] == "ok":
+                for name in ("samples.jsonl", "result.json"):
+                    (self.folder / f"previous.{name}").unlink(missing_ok=True)
 
     def set_aside(self) -> None:
         """Begin anew; what there is stays as previous.* until the cell is finished again."""
@@ -104,16 +141,21 @@ class CellStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Raises CellBusy if another process runs this cell."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(self.folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise CellBusy(f"another process runs {self.folder}") from None
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self.folder / ".lock")
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:  # an OSError too
+                raise CellBusy(f"another process runs {self.folder}") from None
         try:
             yield
         finally:
             lock.release()
+
+
+def _broken(file: Path) -> Path:
+    return file.with_name(f"{file.name}.broken")
 
 
 def prompts_file(cell: Path, digest: str) -> Path:

@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import kvlab
 from kvlab.cells import Cell
 from kvlab.evals import Finished, Record, Sample
 from kvlab.evals.shown import as_text, prompts_hash
 from kvlab.evaluation import PART, evaluate
-from kvlab.measure import PeakMemory
+from kvlab.interrupt import finished_first
+from kvlab.measure import PeakMemory, give_back, out_of_memory
 from kvlab.models import ModelSpec, load_spec, resolve_model
 from kvlab.outline import fingerprint
-from kvlab.results import SCHEMA, CellStore, as_lines, prompts_file, write_whole
+from kvlab.results import SCHEMA, CellStore, StoreError, as_lines, prompts_file, write_whole, writing
 from kvlab.tracking import Tracker
 from kvlab.workbench import Workbench
 
@@ -49,6 +52,8 @@ class CellRun:
     """Of all cells that are run at once."""
     together = 1
     """How many those are."""
+    size: int
+    """Rows of a batch: as many as were asked for, or as memory was found to be enough for."""
 
     def __init__(self, cell: Cell, bench: Workbench, tracker: Tracker, progress: Progress) -> None:
         self.cell, self.bench, self.tracker, self.progress = cell, bench, tracker, progress
@@ -57,25 +62,39 @@ class CellRun:
         self.records: list[Record] = []
 
     @contextmanager
-    def attempt(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """A part of the cell's run, whose error ends it, but for an interruption or such an error."""
+    def attempt(self, short: list[CellRun] | None = None) -> Iterator[None]:
+        """A part of the run, whose error ends it, but for an interruption or a folder that can't be written.
+
+        short  takes the run where memory was too little and it may be tried otherwise
+        """
         try:
             yield
-        except but:
+        except StoreError:
             raise
         except Exception as error:  # whatever a model, a task or a user's policy may raise: recorded, and the sweep goes on
-            self.fail(error)
+            if short is not None and out_of_memory(error):
+                short.append(self)
+            else:
+                self.fail(error)
 
     def begin(self, peak: PeakMemory, together: int) -> None:
         """Make the folder and see what is there already."""
         self.started, self.peak, self.together = time.time(), peak, together
         self.store.start(self.cell.config)
-        self.store.repair()
+        for line in self.store.repair():
+            tqdm.write(line, file=sys.stderr)
         self.tracker.start(self.cell.summary())
         with self.attempt():
             self.samples = self.bench.samples(self.cell)
             _keep_prompts(self.cell, self.bench, self.samples)
             self.records = self.store.records()
+            self.size = _batch_size(self.cell, self.records)
+
+    def ready(self) -> bool:
+        """Load the model, for which Ctrl-C needn't wait and no smaller batch makes room; whether the run can go on."""
+        with self.attempt():
+            _ = self.bench.model
+        return self.result is None
 
     def left(self, batch: Sequence[Sample]) -> list[Sample]:
         """Those of a batch that are to be evaluated, none once the run is over."""
@@ -116,7 +135,8 @@ class CellRun:
     def fail(self, error: Exception) -> None:
         """The run is over by an error."""
         trace = "".join(traceback.format_exception(error))
-        result = {**self.cell.summary(), "schema": SCHEMA, "status": "failed", "error": _one_line(error), "metrics": {}}
+        line = _too_little(self.cell) if out_of_memory(error) else _one_line(error)
+        result = {**self.cell.summary(), "schema": SCHEMA, "status": "failed", "error": line, "metrics": {}}
         self._end(result, self.store.records(), trace)
 
     def _end(self, result: dict[str, Any], records: list[Record], trace: str = "") -> None:
@@ -127,10 +147,40 @@ class CellRun:
 
 
 def run_batch(run: CellRun, batch: Sequence[Sample]) -> None:
-    """Evaluate what is left of a batch."""
-    if left := run.left(batch):
+    """Evaluate what is left of a batch, in smaller ones where memory is too little and `runtime.oom` has these tried."""
+    waiting = batches(run.left(batch), run.size)
+    while waiting and run.ready():
+        part = waiting.pop(0)
         with run.attempt():
-            run.add(evaluate(run.cell, run.bench, left, run.to_probe))
+            with finished_first():
+                records = _records(run, part)
+                if records is not None:
+                    run.add(records)
+            if records is None:
+                run.size = max(1, min(run.size, sum(len(sample.prompts) for sample in part)) // 2)
+                waiting = [smaller for one in (part, *waiting) for smaller in batches(one, run.size)]
+
+
+def _records(run: CellRun, batch: Sequence[Sample]) -> list[Record] | None:
+    """Records of a batch; None where memory was too little for it and smaller ones are to be tried."""
+    asked = run.cell.runtime
+    try:
+        records = evaluate(run.cell, run.bench, batch, run.to_probe)
+        if run.size < asked.batch_size:
+            records = [{**record, "speed": {**record["speed"], "batch_size": run.size}} for record in records]
+        return records
+    except Exception as error:
+        if asked.oom != "retry" or len(batch) == 1 or not out_of_memory(error):
+            raise
+    give_back()  # only here, where nothing holds the error, and it the batch's tensors
+    return None
+
+
+def _batch_size(cell: Cell, records: Sequence[Record]) -> int:
+    """What was asked for, or as few rows as memory was found to be enough for, where that is tried."""
+    asked = cell.runtime.batch_size
+    found = [record["speed"].get("batch_size", asked) for record in records] if cell.runtime.oom == "retry" else []
+    return min([asked, *found])
 
 
 def end_run(run: CellRun) -> None:
@@ -160,7 +210,8 @@ def _keep_prompts(cell: Cell, bench: Workbench, samples: Sequence[Sample]) -> No
     """Write what is asked, as text, where no cell before has."""
     file = prompts_file(cell.folder, prompts_hash(samples))
     if not file.exists():
-        write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
+        with writing(file.parent):
+            write_whole(file, as_lines(as_text(sample, bench.tokenizer) for sample in samples))
 
 
 def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
@@ -225,7 +276,7 @@ def _speed(cell: Cell, speeds: Sequence[Mapping[str, float]]) -> dict[str, float
         "decode_tokens_per_s": probe["decode_rows"] / probe["decode_step_s"] if probe else None,
         "policy_ms_per_step": 1000 * probe["policy_step_s"] if probe else None,
         "seconds": sum(speed["seconds"] for speed in speeds),
-        "batch_size": cell.runtime.batch_size,
+        "batch_size": min(speed.get("batch_size", cell.runtime.batch_size) for speed in speeds),
     }
 
 
@@ -239,9 +290,13 @@ def _running_means(records: Sequence[Record]) -> dict[str, float]:
 
 def _one_line(error: Exception) -> str:
     text = str(error).strip().split("\n")[0] or "no message"
-    if isinstance(error, torch.OutOfMemoryError):
-        text = "out of device memory: lower runtime.batch_size, or set runtime.prefill_chunk"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _too_little(cell: Cell) -> str:
+    if cell.runtime.oom == "retry" or cell.runtime.batch_size == 1:
+        return "out of memory with one sample at a time: set runtime.prefill_chunk, or use shorter prompts or a smaller model"
+    return "out of memory: set runtime.oom=retry (smaller batches), lower runtime.batch_size, or set runtime.prefill_chunk"
 
 
 def _provenance(cell: Cell, bench: Workbench, started: float) -> dict[str, Any]:

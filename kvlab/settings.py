@@ -71,6 +71,13 @@ def defaults(cls: type) -> dict[str, Any]:
     return found
 
 
+def label_of(settings: Any, name: str) -> str:
+    """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
+    every = [field for field in dataclasses.fields(settings) if field.name != "artefact"]
+    given = [(field.name, getattr(settings, field.name)) for field in every if getattr(settings, field.name) != field.default]
+    return " ".join([name, *(f"{key}={value}" for key, value in given)])
+
+
 def check(settings: Any, where: str, error: type[ValueError] = SettingError) -> None:
     """Check every field of a dataclass against its annotation; whole numbers are at least 0. Raises `error`."""
     hints = typing.get_type_hints(type(settings))

@@ -35,6 +35,11 @@ class Spread:
         """Whether everything runs in this process."""
         return False
 
+    @property
+    def where(self) -> str:
+        """Over what cells are spread, in words."""
+        return self.name
+
     def check(self) -> None:
         """Raises SettingError where this can't be had."""
 
@@ -108,6 +113,14 @@ class Slurm(Spread):
         _at_least_one(self, "jobs", "minutes", "cpus", "memory_gb")
         if not isinstance(self.options, Mapping):
             raise SettingError(f"launcher.options={self.options!r}: use names and values, such as {{account: nlp}}")
+
+    @property
+    def where(self) -> str:
+        """Whose jobs: without a cluster submitit's stand-ins on this machine."""
+        import submitit
+
+        cluster = self.cluster or submitit.AutoExecutor.which()
+        return f"{cluster} jobs" + ("" if self.cluster or cluster == "slurm" else ", since there is no SLURM here")
 
     def check(self) -> None:
         """submitit is an extra; and cells are named by the kind of device that they find, here and in jobs alike."""

@@ -79,6 +79,8 @@ def _outcome(run: CellRun, place: str, seconds: float) -> Outcome:
         say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")
         return "failed"
     say(f"{place} {cell.label}: {_headline(result)} ({seconds:.0f} s)")
+    if (size := result["speed"]["batch_size"]) < cell.runtime.batch_size:
+        say(f"{place} {cell.label}: memory was enough for batches of {size}: set runtime.batch_size={size}")
     if left_out := run.bench.left_out(cell):
         _say_once(f"{_rows(len(left_out))} of task {cell.task.label} left out (task.bad_rows=stop ends there): {left_out[0]}")
     return "ok"

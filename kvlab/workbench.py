@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from kvlab.budget import BudgetError
 from kvlab.cells import Cell
 from kvlab.evals import Sample
+from kvlab.measure import give_back
 from kvlab.models import ModelSpec, load_spec
 from kvlab.outline import outline
 from kvlab.session import attach
@@ -50,9 +50,7 @@ class Workbench:
     def release(self) -> None:
         """Give the weights back."""
         self.__dict__.pop("model", None)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back()
 
     def vocab(self, cell: Cell) -> Vocab:
         """Sets of tokens of the model's tokenizer, made once; before any prompt is timed where a policy needs them."""

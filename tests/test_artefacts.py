@@ -6,8 +6,11 @@ import torch
 from conftest import shared_model
 from kvlab import artefacts
 from kvlab.artefacts import ArtefactError, find, save, weights_hash
+from kvlab.cells import Cell
+from kvlab.sharing.kvsharer import KVSharer
 from kvlab.tiny import tiny_model
-from running import kvlab
+from running import TINY, kvlab
+from test_compose import composed
 
 ABOUT = {
     "model": "mine", "fingerprint": "files", "weights": "w", "dtype": "float32", "texts": 2, "tokens": 20, "text": "t",
@@ -94,6 +97,30 @@ def test_broken_files_are_named_and_the_others_are_found(folder, capsys):
     assert code == 0 and lines[0].split("  ")[0] == found.key and len(lines) == 3
     assert "eigen of mine" in lines[0] and "2 texts of 20 tokens, a book; use: codec=eigen" in lines[0]
     assert str(cut.path) in out and "damaged" in lines[1]
+
+
+def test_a_damaged_one_is_no_choice_where_another_fits(folder):
+    found = save("eigen", ABOUT, {}, {"up": torch.ones(2)})
+    newest = save("eigen", {**ABOUT, "tokens": 40}, {}, {"up": torch.ones(2)})
+    newest.path.write_text(newest.path.read_text().replace('"made": "2', '"made": "3'))
+    newest.path.with_suffix(".safetensors").unlink()
+    assert find("eigen", weights="w", command=COMMAND) == found
+    found.path.with_suffix(".safetensors").unlink()
+    assert "is missing: make it anew" in refused(weights="w")
+
+
+def test_a_cell_made_again_has_the_artefact_that_was_found(folder):
+    """Jobs of a sweep may start when several fit."""
+    about = {**ABOUT, "fingerprint": "tiny llama", "order": "dissimilar", "threshold": 0.5}
+    (config,) = composed("share=kvsharer", *TINY)
+    about |= {name: value for name, value in config["share"].items() if name in KVSharer.calibrated_by}
+    first = save("kvsharer", about, {}, version=KVSharer.calibrated_version)
+    cell = Cell.of(config)
+    save("kvsharer", {**about, "tokens": 40}, {}, version=KVSharer.calibrated_version)
+    with pytest.raises(ArtefactError, match=r"2 kvsharer artefacts fit, choose with share\.artefact=KEY"):
+        Cell.of(config)
+    again = Cell.of(config, cell.artefacts)
+    assert cell.artefacts == {"share": first.key} and (again.share, again.folder) == (cell.share, cell.folder)
 
 
 def test_weights_have_one_hash_in_float32_and_bfloat16():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dashboard_store import MARKUP, make_store
-from kvlab.dashboard import Server, Store, render_page, write_dashboard
+from kvlab.dashboard import Server, Store, render_page, serve, write_dashboard
 from kvlab.dashboard import store as store_module
 from kvlab.dashboard.changes import CUT, changed, shortened
 from kvlab.dashboard.page import as_json, plotly_script
@@ -230,6 +230,23 @@ def test_the_command_writes_a_page(outputs, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "dashboard.html").read_text().startswith("<!doctype html>")
     code, out, _ = kvlab("dashboard", "--help", capsys=capsys)
     assert code == 0 and "kvlab dashboard --serve" in out
+
+
+def test_serving_waits_for_the_first_result_of_a_sweep_that_has_begun(disk, tmp_path):
+    cell = disk(questions([1, 0, 1]))
+    (cell / "config.yaml").write_text("")
+    result, said = (cell / "result.json").read_text(), []
+    (cell / "result.json").unlink()
+
+    def show(text):
+        said.append(text)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+        (cell / "result.json").write_text(result)  # the sweep's first cell is finished while this waits
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(tmp_path / "outputs", 0, show)
+    assert "waits for the first one, Ctrl+C ends it" in said[0] and "shows 1 cells" in said[1]
 
 
 def test_mistakes_are_said_in_one_line(outputs, tmp_path, monkeypatch, capsys):

@@ -363,8 +363,8 @@ FAULTS = {
     ),
     "what an interrupted write left behind stays": (
         "runner.py",
-        "        self.store.repair()\n",
-        "",
+        "for line in self.store.repair():",
+        "for line in ():",
         ["tests/test_run.py", "tests/test_resume.py"],
     ),
     "texts can end the element of the dashboard's data": (

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_workers_killed_ten_times(kind, tmp_path, alone):
 def test_work_begins_elsewhere_and_leaves_nothing(tmp_path):
     """Two workers one after the other, in this process."""
     cells = [Cell.of(config) for config in composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")]
-    work = Work(tuple(cell.config for cell in cells), (), time.time())
+    work = Work(tuple((cell.config, {}) for cell in cells), (), time.time())
     work(1, 2)
     assert all(work.settled(cell) for cell in cells)
     before = sample_lines(tmp_path)
@@ -110,7 +111,7 @@ def test_work_begins_elsewhere_and_leaves_nothing(tmp_path):
 def test_failed_cells_are_tried_once_a_sweep(tmp_path):
     (config,) = composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")
     cell = Cell.of(config)
-    store, work = CellStore(cell.folder), Work((cell.config,), (), time.time() - 60)
+    store, work = CellStore(cell.folder), Work(((cell.config, {}),), (), time.time() - 60)
     store.start(cell.config)
     started = {"provenance": {"started": "2020-01-01T00:00:00+00:00"}}
     store.finish({**cell.summary(), "status": "failed", **started})
@@ -124,7 +125,7 @@ def test_failed_cells_are_tried_once_a_sweep(tmp_path):
 def test_cells_that_are_judged_against_the_full_cache_wait_for_it(reference, tmp_path, monkeypatch):
     configs = composed(*SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}")
     full, other = cells = [Cell.of(config) for config in configs]
-    store, work = CellStore(full.folder), Work((full.config, other.config), (), time.time() - 60)
+    store, work = CellStore(full.folder), Work(((full.config, {}), (other.config, {})), (), time.time() - 60)
     monkeypatch.setattr(type(other.task), "needs_full", reference == "full")
     assert work._waits(other, cells) == (reference == "full")
     assert not work._waits(full, cells)
@@ -164,6 +165,7 @@ def test_launchers_are_built_from_settings(settings, expected):
         assert found == expected
         return
     assert isinstance(found, Slurm)
+    assert found.where == ("slurm jobs" if shutil.which("srun") else "local jobs, since there is no SLURM here")
     given = found._parameters("slurm")
     assert given["slurm_setup"] == ["module load cuda"] and given["slurm_additional_parameters"] == {"account": "nlp"}
     assert set(found._parameters("local")) == {"timeout_min", "cpus_per_task", "gpus_per_node", "name"}

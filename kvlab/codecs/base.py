@@ -22,7 +22,7 @@ from kvlab.codecs.side import Side
 from kvlab.kernels.dispatch import Kernels
 from kvlab.policies.base import Policy
 from kvlab.registry import Registry
-from kvlab.settings import check
+from kvlab.settings import check, label_of
 
 
 class CodecError(ValueError):
@@ -116,9 +116,7 @@ class Codec:
     @property
     def label(self) -> str:
         """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
-        every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
-        fields = [field for field in every if getattr(self, field.name) != field.default]
-        return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
+        return label_of(self, self.name)
 
     def check_policy(self, policy: Policy) -> None:
         """Raises CodecError where this policy and this codec can't work together honestly."""

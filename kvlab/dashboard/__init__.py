@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,13 @@ from kvlab.dashboard.page import plotly_script, render_page
 from kvlab.dashboard.server import Server
 from kvlab.dashboard.store import Store
 from kvlab.results import write_whole
-from kvlab.tables import Where
+from kvlab.tables import Where, matching
 
 __all__ = ["Server", "Store", "open_page", "render_page", "serve", "write_dashboard"]
+
+
+WAIT_S = 1.0
+"""Between two looks for the first result."""
 
 
 def write_dashboard(where: Where, output: Path) -> str:
@@ -42,7 +47,8 @@ def serve(where: Where, port: int, show: Callable[[str], None], opens: bool = Fa
     """Serve the page on this machine until it is interrupted. Raises ValueError as `write_dashboard`, or for the port."""
     plotly_script()
     store = Store(where)
-    store.state()
+    if not _awaited(store, show):
+        return
     with Server(store, port) as server:
         show(f"{server.address} shows {len(store.page()[1]['cells'])} cells, and new ones as they come; Ctrl+C ends it")
         if opens:
@@ -51,6 +57,26 @@ def serve(where: Where, port: int, show: Callable[[str], None], opens: bool = Fa
             server.serve_forever()
         except KeyboardInterrupt:
             show("ended")
+
+
+def _awaited(store: Store, show: Callable[[str], None]) -> bool:
+    """Wait for the first result where cells were begun; False if interrupted. Raises ValueError where none was."""
+    waits = False
+    while True:
+        try:
+            store.state()
+            return True
+        except ValueError as error:
+            if not all(any(start.rglob("config.yaml")) for place in store.places for start in matching(place) or [place]):
+                raise
+            if not waits:
+                show(f"{error}; this waits for the first one, Ctrl+C ends it")
+            waits = True
+        try:
+            time.sleep(WAIT_S)
+        except KeyboardInterrupt:
+            show("ended")
+            return False
 
 
 def open_page(address: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from kvlab.evals.haystack import Haystack
 from kvlab.evals.rows import TABLES, table_rows
 from kvlab.hints import did_you_mean
+from kvlab.hub import settle_hub
 from kvlab.settings import SettingError
 
 
@@ -76,6 +77,7 @@ def dataset_text(name: str, config: str | None, split: str, column: str) -> Text
         import datasets
     except ImportError:
         raise SettingError(f"task.dataset={name} needs the package datasets: pip install 'kvlab[datasets]'") from None
+    settle_hub()
     try:
         rows: Any = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, ConnectionError) as error:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kvlab.budget import LayerGeometry
 from kvlab.registry import Registry
-from kvlab.settings import check
+from kvlab.settings import check, label_of
 
 Pairs = Mapping[int, int] | Iterable[tuple[int, int]]
 """Target and source of each pair of layers."""
@@ -45,9 +45,7 @@ class Share:
     @property
     def label(self) -> str:
         """For tables and folders: the name and the settings that aren't defaults, but no artefact's key."""
-        every = [field for field in dataclasses.fields(self) if field.name != "artefact"]
-        fields = [field for field in every if getattr(self, field.name) != field.default]
-        return " ".join([self.name, *(f"{field.name}={getattr(self, field.name)}" for field in fields)])
+        return label_of(self, self.name)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from kvlab.evals.harness.local_tasks import known_tasks, local_tasks
 from kvlab.evals.rows import BadRows
 from kvlab.hints import did_you_mean
+from kvlab.hub import settle_hub
 from kvlab.paths import data_dir as data_folder
 from kvlab.settings import SettingError
 
@@ -62,6 +63,7 @@ def load_leaves(source: Source, num_fewshot: int | None) -> dict[str, Any]:
         folders = list(source.folders)
         manager = TaskManager(include_path=folders, include_defaults=False) if folders else None
         if manager is None or not all(name in manager.task_index for name in source.names):
+            settle_hub()
             manager = TaskManager(include_path=folders or None)
         for name in source.names:
             if name not in manager.task_index:

@@ -12,6 +12,7 @@ from kvlab.evals.helm.scenarios import SYNTHETIC, drawn
 from kvlab.evals.helm.spec import Draft, Instance, Scenario
 from kvlab.evals.rows import BadRow, BadRows, Row, sorted_out
 from kvlab.evals.texts import file_hash, text_hash
+from kvlab.hub import settle_hub
 from kvlab.paths import data_dir
 from kvlab.settings import SettingError
 
@@ -115,6 +116,8 @@ def _from_hub(scenario: Scenario, examples: bool) -> tuple[list[Row | str], list
         import datasets
     except ImportError:
         raise SettingError("task.hub=true needs the package datasets: pip install 'kvlab[evals]'") from None
+
+    settle_hub()
 
     def read(split: str) -> list[Row | str]:
         try:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kvlab.evals.longbench.metrics import SCORES, paragraph
 from kvlab.evals.rows import Row, missing, numbered
 from kvlab.hints import did_you_mean
+from kvlab.hub import settle_hub
 from kvlab.paths import cache_dir, data_dir
 from kvlab.settings import SettingError
 
@@ -93,6 +94,7 @@ def _from_hub(version: Version, name: str, where: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
 
+        settle_hub()
         got = Path(hf_hub_download(repository, file, repo_type="dataset"))
         if got.suffix != ".zip":
             return got
