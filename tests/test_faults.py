@@ -355,6 +355,12 @@ FAULTS = {
         "total = total + weights[:, token]; held |= total > 1.0",
         ["tests/test_simulation.py"],
     ),
+    "what shares a prefill never learns what was attended to": (
+        "cache/attending.py",
+        "self._receive(self.given.mass, view)",
+        "pass",
+        ["tests/test_shared_prefill.py"],
+    ),
     "finished samples are repeated": (
         "runner.py",
         "left = [sample for sample in batch if sample.id not in done]",
