@@ -357,13 +357,13 @@ FAULTS = {
     ),
     "finished samples are repeated": (
         "runner.py",
-        "left = [sample for sample in batch if sample.id not in done]",
-        "left = batch",
+        "batch = [sample for sample in waiting.pop(0) if sample.id not in done]",
+        "batch = waiting.pop(0)",
         ["tests/test_resume.py"],
     ),
     "what an interrupted write left behind stays": (
         "runner.py",
-        "    store.repair()\n",
+        "    for line in store.repair():\n        tqdm.write(line, file=sys.stderr)\n",
         "",
         ["tests/test_run.py", "tests/test_resume.py"],
     ),
@@ -495,6 +495,18 @@ FAULTS = {
         "if point.error >= error:",
         "if point.error > error:",
         ["tests/test_eigen.py"],
+    ),
+    "a second Ctrl-C waits too": (
+        "interrupt.py",
+        "        if asked:\n            raise KeyboardInterrupt\n        asked",
+        "        asked",
+        ["tests/test_trouble.py"],
+    ),
+    "too little memory of the process is an error like any other": (
+        "measure.py",
+        "torch.OutOfMemoryError | MemoryError",
+        "torch.OutOfMemoryError",
+        ["tests/test_trouble.py"],
     ),
     "a copy shares its codes": (
         "codecs/affine.py",
