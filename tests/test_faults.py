@@ -502,6 +502,18 @@ FAULTS = {
         "if point.error > error:",
         ["tests/test_eigen.py"],
     ),
+    "a second Ctrl-C waits too": (
+        "interrupt.py",
+        "        if asked:\n            raise KeyboardInterrupt\n        asked",
+        "        asked",
+        ["tests/test_trouble.py"],
+    ),
+    "too little memory of the process is an error like any other": (
+        "measure.py",
+        "torch.OutOfMemoryError | MemoryError",
+        "torch.OutOfMemoryError",
+        ["tests/test_trouble.py"],
+    ),
     "a copy shares its codes": (
         "codecs/affine.py",
         "other.units = self.units.copy()",

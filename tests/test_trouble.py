@@ -197,7 +197,7 @@ def no_network(monkeypatch):
     [
         (["model=path", "model.path=nobody/nothing"], "run `hf download nobody/nothing` where there is network"),
         pytest.param(["task.dataset=nobody/nothing"], "task.dataset=nobody/nothing can't be loaded", marks=pytest.mark.slow),
-        pytest.param(["task=longbench"], "THUDM/LongBench can't be had from the hub", marks=pytest.mark.slow),
+        pytest.param(["task=longbench", "task.tasks=[trec]"], "LongBench can't be had from the hub", marks=pytest.mark.slow),
     ],
 )
 def test_a_hub_out_of_reach_is_said_at_once(setting, says, no_network, monkeypatch, capsys):

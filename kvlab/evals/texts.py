@@ -77,7 +77,8 @@ def dataset_text(name: str, config: str | None, split: str, column: str) -> Text
         import datasets
     except ImportError:
         raise SettingError(f"task.dataset={name} needs the package datasets: pip install 'kvlab[datasets]'") from None
-    settle_hub()
+    if not Path(name).exists():
+        settle_hub()
     try:
         rows: Any = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, ConnectionError) as error:
