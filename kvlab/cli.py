@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   kvlab run -m policy=full,h2o budget.ratio=0.1,0.2          a sweep, with the comparison at its end
   kvlab table outputs/runs --format latex                    the same table again
   kvlab dashboard                                            the same as one HTML page, with samples
+  kvlab reproduce h2o/table2                                 a paper's table, ours beside theirs
   kvlab list policies                                        what there is
   kvlab score longbench pred/my-model                        a benchmark's own output files
   kvlab lm_eval --model kvlab --model_args policy=h2o,ratio=0.2 --tasks piqa    lm-eval-harness drives kvlab
@@ -56,6 +57,17 @@ TABLE_EXAMPLES = """examples:
   kvlab table 'outputs/runs/*/passkey' --format markdown
   kvlab table outputs/runs --by depth      accuracy at each depth
   kvlab table outputs/runs --base h2o      differences to h2o instead of the full cache
+"""
+
+REPRODUCE_EXAMPLES = """KEY=VALUE are settings of `kvlab run`, which replace the table's own. scale=cpu (default) takes minutes
+with the embedded model; scale=paper has the paper's models and sizes, from the hub.
+
+examples:
+  kvlab reproduce --list                   tables, with what they cost in --format md
+  kvlab reproduce kivi/axes                run what isn't finished, then ours beside theirs
+  kvlab reproduce h2o/table2 scale=paper --dry-run
+  kvlab reproduce h2o/table2 scale=paper runtime.batch_size=4 launcher=slurm launcher.gpus=1
+  kvlab reproduce decoquant/table2 --format latex > decoquant.tex
 """
 
 DASHBOARD_EXAMPLES = """examples:
@@ -163,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=parser.formatter_class,
             allow_abbrev=False,
         )
-        command.set_defaults(run=run, parser=command, takes_rest=name in ("run", "lm_eval"))
+        command.set_defaults(run=run, parser=command, takes_rest=name in ("run", "lm_eval", "reproduce"))
         return command
 
     running = add("run", _run, "run a cell, or a sweep of cells", RUN_EXAMPLES)
@@ -180,6 +192,14 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--by", metavar="FIELD[,FIELD]", help="break the main metric down, such as depth or depth,length")
 
     table.add_argument("--base", metavar="POLICY", help="compare with this policy's cells instead of the full cache's")
+
+    papers = add("reproduce", _reproduce, "run a paper's table, and print ours beside theirs", REPRODUCE_EXAMPLES)
+    papers.usage = "kvlab reproduce [options] TABLE [KEY=VALUE ...]"
+    papers.add_argument("table", nargs="?", metavar="TABLE", help="such as h2o/table2")
+    papers.add_argument("--list", action="store_true", help="which tables there are")
+    papers.add_argument("--dry-run", action="store_true", help="show the cells and their commands; load nothing")
+    papers.add_argument("--force", action="store_true", help="run finished cells again")
+    papers.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
 
     board = add("dashboard", _dashboard, "show results in a browser: one HTML page that needs no network", DASHBOARD_EXAMPLES)
     board.add_argument("where", nargs="*", default=["outputs"], help="folders or globs with results (default: outputs)")
@@ -322,6 +342,28 @@ def _table(options: argparse.Namespace) -> int:
         else compare(options.where, stored_references(), options.base)
     )
     print(render(items, {"markdown": "md"}.get(options.format, options.format)))
+    return 0
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from kvlab.launcher import CellsFailed, Options
+    from kvlab.reproduce import list_tables, reproduce
+
+    fmt = {"markdown": "md"}.get(options.format, options.format)
+    if wrong := next((argument for argument in options.rest if argument.startswith("-")), None):
+        raise ValueError(f"{wrong}: there is no such option; `kvlab reproduce --help` lists them, settings are KEY=VALUE")
+    if options.list:
+        if options.table or options.rest:
+            raise ValueError("--list shows all tables: leave out the rest")
+        print(list_tables(fmt))
+        return 0
+    if options.table is None:
+        raise ValueError("which table? `kvlab reproduce --list` shows them")
+    try:
+        reproduce(options.table, options.rest, Options(options.force, options.dry_run), fmt, print)
+    except CellsFailed as failed:
+        print(f"kvlab: {failed}", file=sys.stderr)
+        return 1
     return 0
 
 

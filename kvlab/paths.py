@@ -43,3 +43,15 @@ def data_dir() -> Path | None:
     if not folder.is_dir():
         raise ValueError(f"KVLAB_DATA_DIR names no folder: {folder}; correct it or unset it")
     return folder
+
+
+def experiments_dir() -> Path:
+    """The folder of papers' tables: inside an installed package, beside the package in a source checkout.
+
+    Raises ValueError where neither exists.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "experiments", package.parent / "experiments"):
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"the folder of papers' tables is neither in nor beside {package}: install kvlab again")

@@ -50,9 +50,14 @@ def render(items: Sequence[Comparison | Breakdown], fmt: str = "md") -> str:
     if fmt not in FORMATS:
         raise ValueError(f"table format {fmt!r}{did_you_mean(fmt, FORMATS)}; there are: {', '.join(FORMATS)}")
     if fmt == "csv":
-        return _csv([record for item in items for record in _records(item)])
+        return csv_text([record for item in items for record in _records(item)])
+    return sheets_text([comparison_sheet(i) if isinstance(i, Comparison) else _breakdown_sheet(i) for i in items], fmt)
+
+
+def sheets_text(sheets: Iterable[Sheet], fmt: str) -> str:
+    """Sheets one below the other: "md", "latex" or "text"."""
     write = {"md": _markdown, "latex": _latex, "text": _text}[fmt]
-    return "\n\n".join(write(comparison_sheet(i) if isinstance(i, Comparison) else _breakdown_sheet(i)) for i in items)
+    return "\n\n".join(map(write, sheets))
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -212,7 +217,12 @@ def _markdown(sheet: Sheet) -> str:
 
     rule = "|" + "|".join("---:" if right else "---" for right in sheet.right) + "|"
     table = [line(sheet.header), rule, *map(line, sheet.rows)]
-    parts = [f"### {_md(sheet.title)}", _md(sheet.about), "\n".join(table), "\n".join(f"- {_md(note)}" for note in sheet.notes)]
+    parts = [
+        f"### {_md(sheet.title)}" if sheet.title else "",
+        _md(sheet.about),
+        "\n".join(table),
+        "\n".join(f"- {_md(note)}" for note in sheet.notes),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -273,7 +283,8 @@ def _records(item: Comparison | Breakdown) -> list[dict[str, Any]]:
     return rows
 
 
-def _csv(records: Sequence[Mapping[str, Any]]) -> str:
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV, a column for every name that occurs; without a newline at the end."""
     names = list(dict.fromkeys(chain.from_iterable(records)))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

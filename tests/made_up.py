@@ -72,9 +72,15 @@ def summaries(folder):
     lines(folder / "xsum/xsum_0shot.jsonl", [row] * 2)
 
 
+def last_words(folder):
+    """LAMBADA's passages."""
+    lines(folder / "lambada/lambada_test.jsonl", [{"text": f"Ann has {k} cups and Bea has a cup"} for k in range(12)])
+
+
 def everything(folder):
     """A data folder for every config in conf/."""
     longbench(folder)
     few_shot(folder)
     instructions(folder)
     summaries(folder)
+    last_words(folder)

@@ -25,6 +25,12 @@ NEEDED = {
     ("task", "longbench"): ["task.tasks=[trec]"],
     ("task", "lm_eval"): ["task.tasks=[copa]"],
     ("task", "helm"): ["task.scenarios=[xsum]"],
+    # What `kvlab reproduce` gives, and what only the hub has.
+    ("experiment", "decoquant/table2"): ["task.tasks=[lambada_openai]"],
+    ("experiment", "decoquant/table2_paper"): ["task.tasks=[lambada_openai]"],
+    ("experiment", "h2o/xsum_paper"): ["task.hub=false", "task.max_train_instances=0"],
+    ("experiment", "kivi/axes_paper"): ["task.tasks=[copa]"],
+    ("experiment", "kvsharer/perplexity_paper"): ["task.dataset=null"],
 }
 
 

@@ -1,0 +1,79 @@
+"""From a table's description to composed cells: model x task x method, each a command line of `kvlab run`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from kvlab.compose import run_hydra
+from kvlab.reproduce.published import PaperTable, Scale
+from kvlab.settings import SettingError
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell that stands for a number: the paper's model, task and method, our settings, and what they compose to."""
+
+    model: str
+    task: str
+    method: str
+    settings: tuple[str, ...]
+    config: DictConfig
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The paper's names."""
+        return self.model, self.task, self.method
+
+
+def plan(table: PaperTable, scale: Scale, overrides: Sequence[str] = ()) -> list[Planned]:
+    """The cells of a scale; `overrides` win over the description. Raises SettingError where one isn't exactly one cell."""
+    for item in overrides:
+        if "=" not in item:
+            raise SettingError(f"{item}: settings are KEY=VALUE, as of `kvlab run`")
+    found: list[Planned] = []
+    known: dict[tuple[str, ...], DictConfig] = {}
+    for model, on in scale.models.items():
+        for task, of in scale.tasks.items():
+            for method, by in scale.methods.items():
+                settings = merged([*scale.run, *on, *of, *by, *overrides])
+                if settings not in known:  # a cell may stand for several numbers
+                    known[settings] = _composed(settings, f"{table.name}, {method} on {task}")
+                found.append(Planned(model, task, method, settings, known[settings]))
+    return found
+
+
+def merged(settings: Sequence[str]) -> tuple[str, ...]:
+    """Settings of which each key occurs once, with the last value."""
+    return tuple({item.partition("=")[0]: item for item in settings}.values())
+
+
+def planned_lines(table: PaperTable, scale: Scale, cells: Sequence[Planned]) -> list[str]:
+    """What would be run: each number's command, what it takes, and what must be done before."""
+    stand_for: dict[tuple[str, ...], list[str]] = {}
+    for cell in cells:
+        stand_for.setdefault(cell.settings, []).append(", ".join(cell.key))
+    lines = [f"{table.name}, scale={scale.name}: {len(stand_for)} cells for {len(table.used(scale))} published numbers"]
+    lines += [f"differs   {scale.differs}", f"cost      {scale.cost}", *(f"before    {need}" for need in scale.needs)]
+    return lines + [f"{'; '.join(names)}:  kvlab run {shlex.join(settings)}" for settings, names in stand_for.items()]
+
+
+def distinct(cells: Sequence[Planned]) -> list[DictConfig]:
+    """The configs to run, each once."""
+    return list({cell.settings: cell.config for cell in cells}.values())
+
+
+def _composed(settings: Sequence[str], about: str) -> DictConfig:
+    configs: list[DictConfig] = []
+
+    def keep(composed: Sequence[DictConfig]) -> list[None]:
+        configs.extend(composed)
+        return [None] * len(composed)
+
+    run_hydra(settings, keep)
+    if len(configs) != 1:
+        raise SettingError(f"{about}: {len(configs)} cells where one is wanted: give every swept setting one value")
+    return configs[0]

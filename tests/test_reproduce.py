@@ -1,0 +1,281 @@
+"""Papers' tables: every description makes cells, and ours beside theirs says what made-up results are made to say."""
+
+import csv
+import dataclasses
+import io
+import json
+import random
+import tempfile
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+import made_up
+from kvlab.cells import GROUPS, Cell
+from kvlab.cli import main
+from kvlab.launcher import plain
+from kvlab.metrics import Difference, make_metric
+from kvlab.paths import experiments_dir
+from kvlab.reproduce import find_table, join, list_tables, plan
+from kvlab.reproduce.order import order_of
+from kvlab.reproduce.plan import planned_lines
+from kvlab.reproduce.published import EXPECTED, table_names
+from kvlab.reproduce.report import render_reproduction
+from kvlab.settings import SettingError
+from running import TINY, kvlab
+
+ROOT = Path(__file__).parent.parent
+NAMES = table_names(experiments_dir())
+SCALES = [(name, scale.name) for name in NAMES for scale in find_table(name, experiments_dir()).scales]
+QUICK = [("kvsharer/perplexity", "cpu")]
+FITS_TINY = {
+    "think/ruler": ["task.lengths=[600]"],  # its tokenizer makes more tokens of a chain
+    "h2o/table2": ["task.num_fewshot=1"],  # made-up data has few rows
+    "h2o/table6": ["task.num_fewshot=1"],
+}
+ROWS = """table,model,task,metric,method,budget,value,source
+t,big,quiz,acc,full,1.0,80,Table 1
+t,big,quiz,acc,good,0.2,79,Table 1
+t,big,quiz,acc,bad,0.2,50,Table 1
+"""
+TABLE = {
+    **{"title": "T", "paper": "arXiv 0", "claim": "C", "better": "higher", "full": "full", "tie": 2.0},
+    "scales": {
+        "cpu": {
+            **{"compares": "changes", "differs": "D", "cost": "seconds", "times": {"quiz": 100}},
+            "run": ["model=tiny-llama", "task=smoke", "logger=none"],
+            "models": {"big": []},
+            "tasks": {"quiz": []},
+            "methods": {"full": ["policy=full"], "good": ["policy=h2o"], "bad": ["policy=streaming_llm"]},
+        }
+    },
+}
+
+
+def described(folder, rows=ROWS, **changes):
+    """A folder with one table; changes are of its scale or, by the names of TABLE, of the table."""
+    (folder / "p").mkdir(exist_ok=True)
+    table = {name: changes.pop(name, value) for name, value in TABLE.items() if name != "scales"}
+    table["doubts"] = changes.pop("doubts", [])
+    table["scales"] = {"cpu": {**TABLE["scales"]["cpu"], **changes}}
+    (folder / "p/t.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+    (folder / "p" / EXPECTED).write_text(rows)
+    return folder
+
+
+def answered(config, shares, seed=0, n=200):
+    """A made-up result of a cell, of which so many are right; those that are right stay so as the share grows."""
+    cell = Cell.of(plain(config))
+    hard = random.Random(seed).sample(range(n), n)
+    right = shares[cell.policy.name]
+    samples = [
+        {"id": f"q{i}", "values": {"acc": float(hard[i] < right * n), "gold": -float(hard[i] >= right * n)}} for i in range(n)
+    ]
+    found = {
+        "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
+        "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
+    }
+    result = {"schema": 1, "status": "ok", **cell.summary(), "metrics": found, "main_metric": "acc", "memory": {}, "speed": {}}
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    (cell.folder / "result.json").write_text(json.dumps(result))
+    (cell.folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+@cache
+def planned():
+    """The made-up table's cells, which are below whatever folder the test is in."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = find_table("p/t", described(Path(folder)))
+    return plan(table, table.scale("cpu"))
+
+
+def joined(tmp_path, monkeypatch, shares, **changes):
+    """The made-up table beside made-up results."""
+    monkeypatch.chdir(tmp_path)
+    table, cells = find_table("p/t", described(tmp_path, **changes)), planned()
+    for cell in cells:
+        if Cell.of(plain(cell.config)).policy.name in shares:
+            answered(cell.config, shares)
+    return join(table, table.scale("cpu"), cells)
+
+
+class TestDescriptions:
+    @pytest.mark.parametrize(("name", "scale"), SCALES)
+    def test_one_cell_of_every_scale_composes(self, name, scale):
+        table = find_table(name, experiments_dir())
+        whole = table.scale(scale)
+        last = {part: dict([list(getattr(whole, part).items())[-1]]) for part in ("models", "tasks", "methods")}
+        (cell,) = plan(table, dataclasses.replace(whole, **last))
+        assert cell.config.policy.name != "full" or cell.config.codec or cell.config.share
+
+    @pytest.mark.parametrize(
+        ("name", "scale"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in SCALES]
+    )
+    def test_all_cells_compose_to_what_they_are_named(self, name, scale):
+        table = find_table(name, experiments_dir())
+        cells = plan(table, table.scale(scale))
+        assert len({cell.key for cell in cells}) == len(cells)
+        assert table.used(table.scale(scale)), "a scale that stands for no number"
+        for cell in cells:
+            assert set(cell.config) <= {*GROUPS, "name", "output_dir", "seed"}
+            assert (cell.config.model.get("embedded") is None) == (scale == "paper"), "cpu: the embedded model; paper: not"
+        full = [cell for cell in cells if cell.method == table.full]
+        assert all(cell.config.policy.name == "full" and not cell.config.codec and not cell.config.share for cell in full)
+        others = {repr(cell.config) for cell in cells if cell.method != table.full}
+        assert not others & {repr(cell.config) for cell in full}
+
+    def test_every_number_has_its_place_and_every_paper_its_readme(self):
+        for name in NAMES:
+            folder = experiments_dir() / name.partition("/")[0]
+            text = (folder / "README.md").read_text()
+            assert f"kvlab reproduce {name}" in text, "the README must give the command"
+            with (folder / EXPECTED).open(newline="") as file:
+                tables = {row["table"] for row in csv.DictReader(file)}
+            assert tables == {path.stem for path in folder.glob("*.yaml")}, "numbers that no table describes"
+        assert {name.partition("/")[0] for name in NAMES} >= {"decoquant", "h2o", "kivi", "kvsharer", "think"}
+
+    def test_the_wheel_carries_them(self):
+        included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+        papers = {f"experiments/{name.partition('/')[0]}" for name in NAMES}
+        assert {path for path in included["force-include"] if path.startswith("experiments/")} == papers
+
+    def test_the_index_is_current(self):
+        text = (experiments_dir() / "README.md").read_text()
+        begin, end = "<!-- begin: kvlab reproduce --list --format md -->\n", "\n<!-- end -->"
+        assert text.partition(begin)[2].partition(end)[0] == list_tables("md"), "paste `kvlab reproduce --list --format md`"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", [name for name in NAMES if name != "kvsharer/perplexity"])  # that needs a calibration
+    def test_what_a_small_machine_runs_is_planned(self, name, tmp_path, monkeypatch, capsys):
+        made_up.everything(tmp_path / "data")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("KVLAB_DATA_DIR", str(tmp_path / "data"))
+        tiny = ["model=tiny-llama", "runtime.beyond_context=true", *FITS_TINY.get(name, [])]
+        code, out, err = kvlab("reproduce", name, *tiny, "--dry-run", capsys=capsys)
+        assert code == 0, err
+        assert "to run" in out and "kvlab run" in out
+
+
+def test_a_plan_names_commands_and_what_comes_before(tmp_path):
+    table = find_table("p/t", described(tmp_path, needs=["kvlab calibrate qaq"]))
+    cells = [*planned(), dataclasses.replace(planned()[0], task="another")]
+    lines = planned_lines(table, table.scale("cpu"), cells)
+    assert lines[0] == "p/t, scale=cpu: 3 cells for 3 published numbers" and lines[3] == "before    kvlab calibrate qaq"
+    assert lines[4] == ("big, quiz, full; big, another, full:  kvlab run model=tiny-llama task=smoke logger=none policy=full")
+
+
+class TestJoin:
+    def test_beside_the_papers_numbers(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6})
+        full, good, bad = found.rows
+        assert (full.value, bad.value) == (pytest.approx(80), pytest.approx(60))
+        assert (good.their_change, bad.their_change) == (-1, -30)
+        assert bad.change.value == pytest.approx(-20) and bad.change.low < -20 < bad.change.high < 0
+        assert bad.words == "loses about as much as published"
+        assert good.words == "published: keeps; here: loses"  # 4 of 200, all in the same direction
+        (order,) = found.orders
+        assert (order.theirs, order.pairs, order.agree, order.reversed, order.tau) == ("full ≈ good > bad", 2, 2, 0, 1.0)
+        assert order.verdict == "agrees: 2 of 2" and not found.warnings
+
+    def test_the_other_way_round(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.5, "streaming_llm": 0.8})
+        assert found.rows[2].words == "published: loses; here: within noise"
+        assert found.orders[0].verdict == "reversed: 0 of 2 agree, 1 reversed, 1 within noise"
+
+    def test_the_same_model_compares_values(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.6, "streaming_llm": 0.6}, compares="values")
+        assert [row.words for row in found.rows] == [
+            "+0: the published number is within our interval",
+            "-19: worse than published, outside our interval",
+            "+10: better than published, outside our interval",
+        ]
+
+    def test_a_full_cache_that_guesses_is_warned_of(self, tmp_path, monkeypatch):
+        shares = {"full": 0.25, "h2o": 0.2, "streaming_llm": 0.1}
+        found = joined(tmp_path, monkeypatch, shares)
+        assert "full cache is at chance on quiz" in found.warnings[0] and "chance" in found.orders[0].verdict
+        found = joined(tmp_path, monkeypatch, shares, metrics={"quiz": "gold"})
+        assert "full cache's acc is at chance on quiz: only its gold can be read" in found.warnings[0]
+
+    def test_what_is_not_run_is_said(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8})
+        assert [row.words for row in found.rows[1:]] == ["not run yet"] * 2
+        assert found.orders[0].verdict == "no order: fewer than two methods with both numbers"
+
+    def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
+        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold"):
+            joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
+
+    def test_every_format(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, doubts=["Doubtful."])
+        for fmt, row in (("md", "| big | quiz | bad |"), ("text", "big    quiz  bad"), ("latex", "big & quiz & bad &")):
+            text = render_reproduction(found, fmt)
+            assert row in text and "agrees: 2 of 2" in text and "Warning: Doubtful." in text and "Table 1" in text
+        rows = list(csv.DictReader(io.StringIO(render_reproduction(found, "csv"))))
+        assert [float(row["published"]) for row in rows] == [80, 79, 50]
+        assert rows[2]["order"] == "agrees: 2 of 2" and float(rows[2]["change_high"]) < 0
+
+
+def test_orders_of_lower_is_better_and_ties():
+    def difference(a, b):
+        return Difference(ours[b] - ours[a], *((-1.0, 1.0) if {a, b} == {"x", "y"} else (2.0, 3.0)), 50)
+
+    ours = {"x": -5.0, "y": -5.5, "z": -9.0}  # minus a perplexity
+    order = order_of("m", "t", {"x": 5.0, "y": 6.0, "z": 6.05, "unknown": 1.0}, "lower", 0.1, ours, difference)
+    assert (order.theirs, order.ours) == ("x > y ≈ z", "x ≈ y > z")
+    assert (order.pairs, order.agree, order.reversed, order.tau) == (2, 1, 0, 0.5)
+
+
+def test_a_run_and_its_table(tmp_path, monkeypatch, capsys):
+    """Two commands: the second finds all cells finished."""
+    monkeypatch.chdir(tmp_path)
+    run = [*TINY, "runtime.kernels=reference"]
+    monkeypatch.setattr("kvlab.reproduce.experiments_dir", lambda: described(tmp_path, run=run, compares="order", times={}))
+    assert main(["reproduce", "p/t", "--format", "md"]) == 0
+    first = capsys.readouterr().out
+    assert "| big | quiz | bad | 0.2 | 50.00 |" in first and "4 samples of quiz" in first
+    assert main(["reproduce", "p/t", "--format", "md"]) == 0
+    again = capsys.readouterr()
+    assert again.out == first and "3 of 3 cells finished before" in again.err
+
+
+WRONG = {
+    "no table": ([], "which table? `kvlab reproduce --list` shows them"),
+    "table": (["h2o/tabel2"], "did you mean h2o/table2"),
+    "scale": (["h2o/table2", "scale=gpu"], "scale=gpu (did you mean cpu?): h2o/table2 has cpu, paper"),
+    "setting": (["kivi/axes", "tsk=needle"], "did you mean task"),
+    "no setting": (["kivi/axes", "cpu"], "cpu: settings are KEY=VALUE"),
+    "a sweep": (["kivi/axes", "seed=1,2"], "2 cells where one is wanted"),
+    "option": (["kivi/axes", "--dry"], "--dry: there is no such option"),
+    "list of one": (["kivi/axes", "--list"], "leave out the rest"),
+}
+
+
+@pytest.mark.parametrize("arguments, said", WRONG.values(), ids=WRONG.keys())
+def test_wrong_commands(arguments, said, capsys):
+    code, out, err = kvlab("reproduce", *arguments, capsys=capsys)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"rows": ROWS.replace(",79,", ",,")}, "expected.csv:3: a number needs a method, a value and its place"),
+        ({"rows": ROWS.replace("50,Table 1", "50,")}, "expected.csv:4: a number needs"),
+        ({"rows": ROWS + ROWS.splitlines()[1]}, "two numbers for big, quiz, full"),
+        ({"rows": "a,b\n"}, "the first line must be table,model"),
+        ({"tasks": {"quizz": []}}, "tasks 'quizz' (did you mean quiz?)"),
+        ({"methods": {"good": []}}, "methods must say what 'full' is"),
+        ({"methods": ["full"]}, "methods must give a list of settings"),
+        ({"compares": "all"}, "compares='all': use one of values, changes, order"),
+        ({"cots": "much"}, "did you mean cost"),
+        ({"better": "more"}, "better='more'"),
+    ],
+)
+def test_wrong_descriptions(changes, said, tmp_path):
+    with pytest.raises(SettingError) as error:
+        find_table("p/t", described(tmp_path, **changes))
+    assert said in str(error.value) and "\n" not in str(error.value)
