@@ -141,6 +141,18 @@ def test_ctrl_c_waits_for_the_batch_and_a_second_one_does_not(presses, kept, own
     assert len(after) == 4 and after[:kept] == begun
 
 
+def test_ctrl_c_waits_for_the_batch_that_cells_share(own, tmp_path, monkeypatch, capfd):
+    sweep = ["run", "-m", *TINY, "policy=signalled,knorm", "runtime.batch_size=2", "--no-table", *own]
+    monkeypatch.setenv("PRESSED", "1")
+    code, _, err = kvlab(*sweep, capsys=capfd)
+    begun = sample_lines(tmp_path / "outputs")
+    assert code == 130 and err.count("the running batch is finished first") == 1
+    assert [len(lines) for lines in begun.values()] == [2, 2] and not results(tmp_path / "outputs")
+    assert kvlab(*sweep) == 0
+    assert {path: lines[:2] for path, lines in sample_lines(tmp_path / "outputs").items()} == begun
+    assert [result["provenance"]["cells_together"] for result in results(tmp_path / "outputs").values()] == [2, 2]
+
+
 def test_too_little_memory_is_recorded_or_tried_in_smaller_batches(own, tmp_path, capsys):
     command = ["run", "-m", *TINY, "policy=greedy,full", "--no-table", *own]
     code, _, err = kvlab(*command, capsys=capsys)
