@@ -2,6 +2,8 @@
 
 import re
 import sys
+from itertools import product
+from typing import get_args, get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,7 +17,6 @@ from kvlab.embedded import embedded_folder
 from kvlab.launcher import _spread
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_names
-from kvlab.settings import defaults
 from kvlab.tables import stored_references
 from running import kvlab, results
 
@@ -71,8 +72,9 @@ def leave_artefacts(folder, monkeypatch):
     for group in ("codec", "share"):
         names, find = REGISTERED[group]
         for cls in (find(name) for name in names()):
-            if cls.calibrated:
-                settings = {name: defaults(cls)[name] for name in cls.calibrated_by}
+            hints = get_type_hints(cls)
+            for values in product(*(get_args(hints[name]) for name in cls.calibrated_by)) if cls.calibrated else ():
+                settings = dict(zip(cls.calibrated_by, values, strict=True))
                 save(cls.calibrated, about | settings, {}, version=cls.calibrated_version)
 
 
@@ -81,7 +83,7 @@ def test_every_choice_makes_a_cell(group, name, benchmarks, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
     monkeypatch.setenv("KVLAB_DATA_DIR", str(benchmarks))
-    if group in ("codec", "share"):
+    if group in ("codec", "share", "experiment"):
         leave_artefacts(tmp_path / "cache", monkeypatch)
     protocol = ["protocol=prompt"] if (group, name) != ("protocol", "stream") else []
     configs = composed(
