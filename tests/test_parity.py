@@ -32,7 +32,7 @@ from kvlab.kernels.reference import AttentionRule
 from kvlab.policies import make_policy, policy_class, policy_names
 from kvlab.vocab import Vocab
 
-THINNED = 2
+THINNED = 4
 POLICIES = list(naive.POLICY_SETTINGS)
 SNAPS = list(naive.SNAP_FAMILY)
 PROMPT_END = [*SNAPS, "fastgen"]

@@ -17,7 +17,7 @@ from kvlab.kernels.contract import GROUPS, OBSERVE, ORDER, Arrivals, Decay, Limi
 from kvlab.kernels.reference import AttentionRule, Fade, attend_with_mass
 from naive_kernels import naive_attend, naive_prefill, naive_scan, numbers, rows_of, sees
 
-THINNED = 2
+THINNED = 3
 BACK_ENDS = {"cpu": "cpu"}  # module in kvlab.kernels: device
 FLOAT16 = pytest.param(torch.float16, marks=pytest.mark.slow)  # kernels of one more type take half a minute to compile
 DTYPES = (torch.float32, torch.bfloat16, FLOAT16)

@@ -108,7 +108,7 @@ def every_policy(family, chunk):
 
 
 @pytest.mark.filterwarnings("ignore:a budget of")
-@pytest.mark.parametrize("chunk", [None, 17])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 17])
 @pytest.mark.parametrize("tiny", ["llama", *SLOW])
 def test_every_policy_ends_as_alone(tiny, chunk):
     check(tiny, every_policy(tiny, chunk), chunk)

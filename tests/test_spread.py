@@ -84,9 +84,9 @@ def check_killed(arguments, kills, tmp_path, alone, seed):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("kind", SPREADS)
+@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.slow), "jobs"])
 def test_a_killed_worker_costs_no_sample(kind, tmp_path, alone):
-    fewer = [part.replace("jobs=4", "jobs=2") if kind == "jobs" else part for part in SPREADS[kind]]
+    fewer = [part.replace("jobs=4", "jobs=2") for part in SPREADS[kind]]
     check_killed(fewer, 1, tmp_path, alone, seed=3)
 
 
