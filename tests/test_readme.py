@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import made_up
 from kvlab.cli import policy_table
 from kvlab.embedded import is_fetched
 from kvlab.policies import policy_class, policy_names
@@ -47,6 +48,9 @@ def test_every_command_of_the_readme_can_be(tmp_path, monkeypatch, capsys):
     tiny_tokenizer().save_pretrained(tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    made_up.everything(tmp_path / "data")
+    monkeypatch.setenv("KVLAB_DATA_DIR", str(tmp_path / "data"))
     few = ["--model", "tiny-llama", "--texts", "2", "--tokens", "20"]
     assert kvlab("calibrate", "kvsharer", *few, "-o", "threshold=-1") == 0  # `share=kvsharer` needs it
     commands = [shlex.split(line, comments=True) for line in README.splitlines() if line.startswith("kvlab run ")]
