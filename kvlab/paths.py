@@ -24,11 +24,7 @@ def conf_dir() -> Path:
 
     Raises ValueError where neither exists.
     """
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if folder.is_dir():
-            return folder
-    raise ValueError(f"kvlab's conf folder is neither in nor beside {package}: install kvlab again")
+    return _shipped("conf", "kvlab's conf folder")
 
 
 def data_dir() -> Path | None:
@@ -50,8 +46,13 @@ def experiments_dir() -> Path:
 
     Raises ValueError where neither exists.
     """
+    return _shipped("experiments", "the folder of papers' tables")
+
+
+def _shipped(name: str, what: str) -> Path:
+    """A folder that comes with kvlab. what: how messages call it."""
     package = Path(__file__).resolve().parent
-    for folder in (package / "experiments", package.parent / "experiments"):
+    for folder in (package / name, package.parent / name):
         if folder.is_dir():
             return folder
-    raise ValueError(f"the folder of papers' tables is neither in nor beside {package}: install kvlab again")
+    raise ValueError(f"{what} is neither in nor beside {package}: install kvlab again")

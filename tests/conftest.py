@@ -95,3 +95,12 @@ def random_ids(batch, length, seed=0):
 @pytest.fixture
 def model(family):
     return shared_model(family)
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch):
+    """The current folder is the test's own, and the number of threads is as before afterwards."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

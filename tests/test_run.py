@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import yaml
 
 from kvlab import load_results
@@ -25,11 +24,8 @@ class Faulty(Policy):
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def own_folder(in_a_folder):
+    """All runs are in a folder of their own."""
 
 
 def test_a_cell_is_recorded_with_everything_that_a_reader_needs(tmp_path):

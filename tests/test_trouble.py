@@ -62,11 +62,8 @@ def own(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def own_folder(in_a_folder):
+    """All runs are in a folder of their own."""
 
 
 def only(folder):
