@@ -45,15 +45,15 @@ def compare(
     sides = [Side(ours), Side(theirs)]
     work = list(_some_documents(leaves, 1 if rolling else 64))
     try:
-        for leaf, instances in tqdm(work, desc=name, unit="part", disable=None, leave=False):
+        for leaf, instances in (bar := tqdm(work, desc=name, unit="part", disable=None, leave=False)):
             answers = [side.ask(instances) for side in sides]
             for side, found in zip(sides, answers, strict=True):
                 side.take(leaf, instances, found)
+            bar.set_postfix_str(f"largest {max(_gaps(sides)):.1e}")
     except KeyboardInterrupt:
         if not sides[0].values:
             raise
-    mine, other = (side.loglikelihoods for side in sides)
-    gaps = [abs(a - b) for a, b in zip(mine, other, strict=True)]
+    gaps = _gaps(sides)
     aggregate = next(iter(leaves.values())).aggregation()
     metrics = [{key: float(aggregate[key](items)) for key, items in side.values.items()} for side in sides]
     return {
@@ -62,7 +62,7 @@ def compare(
         "requests": len(gaps),
         "largest": max(gaps),
         "mean": sum(gaps) / len(gaps),
-        "largest |logprob|": max(map(abs, other)),
+        "largest |logprob|": max(map(abs, sides[1].loglikelihoods)),
         "kvlab": metrics[0],
         "lm-eval": metrics[1],
         "kvlab_s": sides[0].seconds,
@@ -107,6 +107,11 @@ class Side:
         for doc, results in by_doc.values():
             for metric, value in leaf.process_results(doc, results).items():
                 self.values.setdefault(metric, []).append(value)
+
+
+def _gaps(sides: list[Side]) -> list[float]:
+    """Differences of the log-likelihoods so far."""
+    return [abs(a - b) for a, b in zip(*(side.loglikelihoods for side in sides), strict=True)]
 
 
 def agrees(row: dict[str, Any]) -> bool:
