@@ -117,7 +117,7 @@ class Cell:
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
         budget = _budget(config.get("budget") or {}, policy)
-        model = _model(config.get("model"), runtime)
+        model = _model(config.get("model"), runtime, _has_gpus(config))
         codecs = _codecs(config.get("codec"))
         protocol.check(policy, budget)
         if (codec := chain(tuple(codecs.values()))) is not None:
@@ -149,7 +149,7 @@ class Cell:
             "model": self.model.name,
             "weights": fingerprint(self.model),
             "dtype": dtype_of(self.model),
-            "device": device_of(self.model),
+            "device": device_of(self.model, _has_gpus(self.config)),
             "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places), **own_code(self.task)},
             "data": self.task.data_hash(),
             "protocol": {"name": self.protocol.name, **chosen(self.protocol, leave_out=("exact",))},
@@ -385,7 +385,13 @@ def check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol
         )
 
 
-def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:
+def _has_gpus(config: Mapping[str, Any]) -> bool:
+    """Whether cells run in jobs that have GPUs, which the machine that submits them may lack."""
+    launcher = config.get("launcher")
+    return isinstance(launcher, Mapping) and bool(launcher.get("gpus"))
+
+
+def _model(settings: Mapping[str, Any] | None, runtime: Runtime, gpus: bool) -> ModelSpec:
     config = dict(settings or {})
     if config.get("path") == "???":
         raise SettingError("model.path must be given: model=path model.path=<folder, .gguf file or hub id>")
@@ -395,7 +401,10 @@ def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:
         config["dtype"] = runtime.dtype
     if runtime.device is not None:
         config |= {"device": runtime.device, "device_map": None}
-    return spec_from_config(config)
+    spec = spec_from_config(config, elsewhere=gpus)
+    if gpus and spec.device is None and spec.device_map is None:
+        raise SettingError("launcher.gpus: cells would leave them idle: give runtime.device=cuda (or cpu, if that is meant)")
+    return spec
 
 
 def _budget(settings: Mapping[str, Any], policy: Policy) -> Budget:

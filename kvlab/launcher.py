@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from kvlab.bundles import bundled
 from kvlab.cells import Cell
-from kvlab.estimate import Estimate, estimate
+from kvlab.estimate import Estimate, estimate, together
 from kvlab.evals import task_class, task_names
 from kvlab.policies import import_modules
 from kvlab.results import CellStore
@@ -72,7 +73,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         say(f"{len(cells)} combinations are {_count(distinct)}: {why}")
     groups = _groups(distinct, options.force)
     if options.dry_run:
-        _show_plan(distinct, groups)
+        _show_plan(distinct, groups, spread.here)
         return [None] * len(configs)
     _check_places([cell for group in groups for cell, _ in group.left])
     if spread.here:
@@ -82,7 +83,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     options.report(distinct)
     if failed:
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
-    if busy:
+    if busy and spread.waits:
         raise CellsFailed(
             f"{len(busy)} of {_count(distinct)} are left to another process, or to the same command later: {busy[0].folder}"
         )
@@ -297,19 +298,23 @@ def _main_value(cell: Cell) -> float | None:
     return result.get("metrics", {}).get(result.get("main_metric"), {}).get("value")
 
 
-def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group]) -> None:
-    """The cells of a sweep, what is left of each, and roughly what it takes."""
+def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group], here: bool) -> None:
+    """The cells of a sweep, what is left of each, and roughly what it takes. here: where cells share their prompts."""
     left = {cell.folder: (group.bench, n) for group in groups for cell, n in group.left}
-    total = Estimate(0, 0.0)
+    guesses: dict[Path, Estimate] = {}
     for cell in cells:
         if cell.folder not in left:
             print(f"finished  {cell.label}  {cell.folder}")
             continue
         bench, samples = left[cell.folder]
-        guess = estimate(cell, bench, samples)
-        total = Estimate(max(total.kv_bytes, guess.kv_bytes), total.seconds + guess.seconds)
+        guesses[cell.folder] = guess = estimate(cell, bench, samples)
         print(f"to run    {cell.label}  {samples} samples  {guess}  {cell.folder}")
-    print(f"{_count(cells)}, {len(cells) - len(left)} finished; at most and in all {total} (rough; nothing was loaded)")
+    to_run = [[cell for cell, _ in group.left] for group in groups]
+    units = [unit for some in to_run for unit in (bundled(some) if here else [[cell] for cell in some])]
+    each = [together([guesses[cell.folder] for cell in unit]) for unit in units]
+    total = Estimate(max((one.kv_bytes for one in each), default=0), sum(one.seconds for one in each))
+    shared = ", prompts that cells share read once" if len(units) < len(left) else ""
+    print(f"{_count(cells)}, {len(cells) - len(left)} finished; at most and in all {total}{shared} (rough; nothing was loaded)")
 
 
 def _count(cells: Sequence[Any]) -> str:
