@@ -1,6 +1,6 @@
 """Where the cells of a sweep run: in this process, in several of this machine (joblib), or in jobs of a cluster (submitit).
 
-Every worker walks over all cells and takes those that nobody runs (`kvlab.launcher.Work`), so one that is slow or late holds up
+Every worker walks over all cells and takes those that nobody runs (`kvlab.work.Work`), so one that is slow or late holds up
 nothing but the cell that it has, and so does a job that is killed. A process that is killed ends the others of its sweep; fewer
 new ones go on, once. This module knows no cell.
 """

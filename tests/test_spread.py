@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvlab.cells import Cell
-from kvlab.launcher import Work
 from kvlab.results import CellStore
 from kvlab.settings import SettingError
 from kvlab.spread import Local, Processes, Slurm, spread_of
+from kvlab.work import Work
 from running import TINY, kvlab, results, sample_lines
 from test_compose import composed
 from test_resume import comparable
