@@ -157,8 +157,8 @@ class Slurm(Spread):
         try:
             with executor.batch():
                 submitted = [executor.submit(Resumed(worker), number, jobs) for number in range(jobs)]
-        except RuntimeError as error:  # a partition that isn't there, an account that may not
-            why = " ".join(str(error).split())
+        except RuntimeError as refused:  # a partition that isn't there, an account that may not
+            why = " ".join(str(refused).split())
             raise SettingError(
                 f"launcher=slurm: jobs can't be submitted ({why}): correct launcher.partition or options"
             ) from error
