@@ -152,7 +152,6 @@ class Slurm(Spread):
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
         """Waits for all jobs, unless `wait` is false."""
-
         jobs, executor = min(self.jobs, workers), self._executor(folder)
         try:
             with executor.batch():
@@ -161,7 +160,7 @@ class Slurm(Spread):
             why = " ".join(str(refused).split())
             raise SettingError(
                 f"launcher=slurm: jobs can't be submitted ({why}): correct launcher.partition or options"
-            ) from error
+            ) from refused
         if not self.wait:
             names = ",".join(job.job_id for job in submitted)
             look = f"`squeue --jobs={names}`" if executor.cluster == "slurm" else f"processes {names}"
