@@ -1,4 +1,4 @@
-"""From a composed config to a checked cell: model x policy x budget x task under a protocol, and what identifies it.
+"""A cell: model x policy x budget x task under a protocol, checked; what identifies it, and what it is called.
 
 Everything that can be known without a tokenizer is checked here. Nothing is loaded.
 """
@@ -14,66 +14,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from kvlab.artefacts import Calibrated, find_for
-from kvlab.budget import Budget, BudgetError
-from kvlab.codecs import Codec, CodecError, chain, codec_class
+from kvlab.budget import Budget
+from kvlab.codecs import Codec, chain
 from kvlab.evals import Task, task_class
 from kvlab.hints import did_you_mean
-from kvlab.models import ModelSpec, model_names, spec_from_config
+from kvlab.models import ModelSpec
 from kvlab.outline import device_of, dtype_of, fingerprint
+from kvlab.parts import (
+    KEYS,
+    Runtime,
+    budget_of,
+    check_codec,
+    checked_seed,
+    codecs_of,
+    folder_name,
+    has_gpus,
+    label_of,
+    model_of,
+    named,
+    settled,
+    share_of,
+)
 from kvlab.policies import Policy, PolicyError, policy_class
 from kvlab.protocol import Protocol, protocol_class
 from kvlab.results import CellStore
 from kvlab.settings import SettingError, build
-from kvlab.sharing import Share, ShareError, share_class
+from kvlab.sharing import Share
 from kvlab.tracking import TrackingSettings
 
 RESULTS_VERSION = 1
 """Raised whenever the same cell gives other numbers than before, so that older results count as another run's."""
 
-
 LONGEST_LABEL = 120
 """Characters of a policy's settings in a folder's name."""
-
-GROUPS = (
-    "model",
-    "policy",
-    "budget",
-    "codec",
-    "share",
-    "task",
-    "protocol",
-    "runtime",
-    "logger",
-    "launcher",
-    "experiment",
-    "debug",
-)
-KEYS = (*GROUPS, "name", "output_dir", "seed")
-"""Top-level keys of a config."""
-Method = TypeVar("Method", bound=Calibrated)
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """How a cell is run; see conf/runtime/default.yaml."""
-
-    device: str | None = None
-    dtype: str = "auto"
-    batch_size: int = 8
-    prefill_chunk: int | None = None
-    threads: int | None = None
-    beyond_context: bool = False
-    kernels: Literal["auto", "reference", "cpu", "gpu"] = "auto"
-    oom: Literal["record", "retry"] = "record"
-    share_prefill: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "prefill_chunk", "threads"):
-            if getattr(self, name) == 0:
-                raise SettingError(f"runtime.{name}=0: use at least 1")
 
 
 @dataclass(frozen=True)
@@ -108,34 +83,34 @@ class Cell:
             if config.get(key):
                 raise SettingError(f"{key}: the file's first line must be `# @package _global_`, or its settings go nowhere")
         runtime = build(Runtime, config.get("runtime") or {}, "runtime")
-        protocol_settings = _named(config, "protocol")
+        protocol_settings = named(config, "protocol")
         protocol = build(protocol_class(protocol_settings["name"]), protocol_settings, "protocol", ignore=("name",))
-        task_settings = _named(config, "task")
+        task_settings = named(config, "task")
         task = build(task_class(task_settings["name"]), task_settings, "task", ignore=("name",))
-        policy_settings = _named(config, "policy")
+        policy_settings = named(config, "policy")
         policy = build(
             policy_class(policy_settings["name"]), policy_settings, f"policy {policy_settings['name']}", PolicyError, ("name",)
         )
-        budget = _budget(config.get("budget") or {}, policy)
-        model = _model(config.get("model"), runtime)
-        codecs = _codecs(config.get("codec"))
+        budget = budget_of(config.get("budget") or {}, policy)
+        model = model_of(config.get("model"), runtime, has_gpus(config))
+        codecs = codecs_of(config.get("codec"))
         protocol.check(policy, budget)
         if (codec := chain(tuple(codecs.values()))) is not None:
             check_codec(codec, policy, budget, protocol)
-        share = _share(config, model, protocol, known)
+        share = share_of(config, model, protocol, known)
         return cls(
-            name=_folder_name(config.get("name")),
+            name=folder_name(config.get("name")),
             output_dir=Path(str(config.get("output_dir") or "outputs")).expanduser(),
-            seed=_seed(config.get("seed", 0)),
+            seed=checked_seed(config.get("seed", 0)),
             model=model,
             policy=policy,
             budget=budget,
-            codecs=tuple(_settled(one, f"codec.{choice}", model, known) for choice, one in codecs.items()),
+            codecs=tuple(settled(one, f"codec.{choice}", model, known) for choice, one in codecs.items()),
             share=share,
             task=task.resolved(protocol),
             protocol=protocol,
             runtime=runtime,
-            tracking=build(TrackingSettings, _named(config, "logger"), "logger"),
+            tracking=build(TrackingSettings, named(config, "logger"), "logger"),
             config={key: value for key, value in config.items() if value not in (None, {})},
         )
 
@@ -149,7 +124,7 @@ class Cell:
             "model": self.model.name,
             "weights": fingerprint(self.model),
             "dtype": dtype_of(self.model),
-            "device": device_of(self.model),
+            "device": device_of(self.model, has_gpus(self.config)),
             "task": {"name": self.task.name, **chosen(self.task, leave_out=self.task.places), **own_code(self.task)},
             "data": self.task.data_hash(),
             "protocol": {"name": self.protocol.name, **chosen(self.protocol, leave_out=("exact",))},
@@ -229,12 +204,12 @@ class Cell:
     def codec_labels(self) -> list[str]:
         """Codecs with those settings that aren't defaults."""
         given = (self.config.get("codec") or {}).values()
-        return [_label(codec, settings) for codec, settings in zip(self.codecs, given, strict=True)]
+        return [label_of(codec, settings) for codec, settings in zip(self.codecs, given, strict=True)]
 
     @property
     def share_label(self) -> str | None:
         """The way of sharing with those settings that aren't defaults."""
-        return None if self.share is None else _label(self.share, self.config["share"])
+        return None if self.share is None else label_of(self.share, self.config["share"])
 
     @property
     def artefacts(self) -> dict[str, str]:
@@ -313,109 +288,6 @@ def own_code(settings: Any) -> dict[str, str]:
     if file is None or not Path(file).exists():
         return {}
     return {"source": hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()}
-
-
-def _named(config: Mapping[str, Any], group: str) -> dict[str, Any]:
-    settings = config.get(group)
-    if not isinstance(settings, Mapping) or not settings.get("name"):
-        raise SettingError(
-            f"{group}={settings!r}: choose one with {group}=NAME; in an experiment file with `override /{group}: NAME` under "
-            "defaults, or several under hydra.sweeper.params"
-        )
-    return dict(settings)
-
-
-def _codecs(settings: Any) -> dict[str, Codec]:
-    """Codecs by choice, in the order in which they are chosen; each has its settings below its own name."""
-    if not settings:
-        return {}
-    named = isinstance(settings, Mapping) and all(isinstance(one, Mapping) and one.get("name") for one in settings.values())
-    if not named:
-        raise SettingError(
-            f"codec={settings!r}: choose with codec=NAME; its settings are below the name, such as codec.kivi2.residual=32"
-        )
-    return {
-        choice: build(codec_class(one["name"]), one, f"codec.{choice}", CodecError, ("name",))
-        for choice, one in settings.items()
-    }
-
-
-def _share(config: Mapping[str, Any], model: ModelSpec, protocol: Protocol, known: Mapping[str, str]) -> Share | None:
-    """The way of sharing, None where each layer holds its own."""
-    if not config.get("share"):
-        return None
-    settings = _named(config, "share")
-    share = build(share_class(settings["name"]), settings, "share", ShareError, ("name",))
-    if protocol.simulated:
-        raise ShareError(f"share={share.name}: protocol {protocol.name} holds nothing to share; use share=none")
-    return _settled(share, "share", model, known)
-
-
-def _label(method: Codec | Share, settings: Mapping[str, Any]) -> str:
-    """A method's label; with the artefact where one was chosen by its key."""
-    key = settings.get("artefact")
-    return f"{method.label} {str(key)[:8]}" if key else method.label
-
-
-def _settled(method: Method, where: str, model: ModelSpec, known: Mapping[str, str]) -> Method:
-    """With the artefact that fits the model's files, where one is needed. Raises ArtefactError where there is none."""
-    if not method.calibrated:
-        return method
-    if getattr(method, "artefact") is None and where in known:  # noqa: B009 - a field of those that have `calibrated`
-        method = dataclasses.replace(method, artefact=known[where])  # type: ignore[type-var]
-    named = model.name if model.name in model_names() else model.source  # as `kvlab calibrate` takes it
-    found = find_for(method, where, model=named, fingerprint=fingerprint(model))
-    return dataclasses.replace(method, artefact=found.key)  # type: ignore[type-var]
-
-
-def check_codec(codec: Codec, policy: Policy, budget: Budget, protocol: Protocol) -> None:
-    """Raises CodecError for a codec that can't work with the policy or under the protocol."""
-    if protocol.simulated:
-        raise CodecError(f"codec={codec.label}: protocol {protocol.name} holds nothing to encode; use codec=none")
-    if codec.needs_prompt and not protocol.compresses:
-        raise CodecError(
-            f"codec={codec.label}: protocol {protocol.name} has no prompt at whose end channels could be chosen: use "
-            "protocol=prompt, or a codec that needs none (codec=int4)"
-        )
-    codec.check_policy(policy)
-    if protocol.several_turns and policy.evicts and policy.drops and not (codec.sheds or budget.unlimited):
-        raise CodecError(
-            f"codec={codec.label}: protocol {protocol.name} evicts again after tokens were encoded, and single ones can't "
-            "leave a group: use protocol=prompt, a codec that encodes each token by itself (codec=int4), or policy=full"
-        )
-
-
-def _model(settings: Mapping[str, Any] | None, runtime: Runtime) -> ModelSpec:
-    config = dict(settings or {})
-    if config.get("path") == "???":
-        raise SettingError("model.path must be given: model=path model.path=<folder, .gguf file or hub id>")
-    if config.get("name") == "path" and config.get("path"):
-        config["name"] = Path(str(config["path"])).expanduser().resolve().name
-    if runtime.dtype != "auto":
-        config["dtype"] = runtime.dtype
-    if runtime.device is not None:
-        config |= {"device": runtime.device, "device_map": None}
-    return spec_from_config(config)
-
-
-def _budget(settings: Mapping[str, Any], policy: Policy) -> Budget:
-    for name in ("ratio", "tokens", "bytes"):
-        if settings.get(name) == "???":
-            raise BudgetError(f"budget.{name} must be given")
-    budget = build(Budget, settings, "budget", BudgetError)
-    return budget if policy.evicts else Budget()
-
-
-def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise SettingError(f"seed={seed!r}: use a whole number of at least 0")
-    return seed
-
-
-def _folder_name(name: Any) -> str:
-    if not name or not re.fullmatch(r"[\w][\w.+-]*(/[\w][\w.+-]*)*", str(name)):
-        raise SettingError(f"name={name!r}: use letters, digits, '.', '-', '_' and '/', since it names a folder")
-    return str(name)
 
 
 def _safe(part: str) -> str:

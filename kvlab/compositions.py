@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvlab.budget import Budget
-from kvlab.cells import check_codec
 from kvlab.codecs import Codec, chain, make_codec
+from kvlab.parts import check_codec
 from kvlab.policies import Policy, make_policy, policy_class, policy_names
 from kvlab.protocol import PROTOCOLS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,10 +19,14 @@ STEP_S = 3e-4
 
 @dataclass(frozen=True)
 class Estimate:
-    """kv_bytes: of a batch when its prompts have been evicted; seconds: of everything, within a factor of about two."""
+    """kv_bytes: of a batch when its prompts have been evicted; seconds: of everything, within a factor of about two.
 
-    kv_bytes: float
-    seconds: float
+    prompts_s: those of them in which prompts are read, which cells may share
+    """
+
+    kv_bytes: int | float
+    seconds: int | float
+    prompts_s: int | float = 0.0
 
     def __str__(self) -> str:
         """For the plan of a sweep."""
@@ -47,10 +52,18 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
         tokens = min(prompts, held[0]) if held else prompts + after
         kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in holding)
     steps = after if cell.protocol.compresses else prompts + after
-    seconds = 2 * weights * (prompts + after) * samples / _flops() + samples / rows * steps * len(plan.layers) * STEP_S
+    prompts_s = 2 * weights * prompts * samples / _flops()
+    seconds = prompts_s + 2 * weights * after * samples / _flops() + samples / rows * steps * len(plan.layers) * STEP_S
     if any(sample.new_tokens for sample in every):  # each new token reads all weights once a batch
         seconds += samples / rows * after * 2 * weights * rows**0.3 / _flops() * 4
-    return Estimate(kv_bytes, seconds)
+    return Estimate(kv_bytes, seconds, prompts_s)
+
+
+def together(guesses: Sequence[Estimate]) -> Estimate:
+    """Of cells that read their prompts once: their caches are there at once, whole prompts only as long as one is read."""
+    prompts_s = max(guess.prompts_s for guess in guesses)
+    own = sum(guess.seconds - guess.prompts_s for guess in guesses)
+    return Estimate(sum(guess.kv_bytes for guess in guesses), prompts_s + own, prompts_s)
 
 
 @cache

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 
-from kvlab.cells import GROUPS, KEYS
 from kvlab.choices import choices, default_choice, settings_of
 from kvlab.hints import did_you_mean
+from kvlab.parts import GROUPS, KEYS
 
 OWN_WAY = {
     "model": "; a folder, .gguf file or hub id: model=path model.path={name}",

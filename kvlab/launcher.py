@@ -6,13 +6,13 @@ rest is run. `full` at several budgets is one cell.
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from kvlab.bundles import bundled
 from kvlab.cells import Cell
-from kvlab.estimate import Estimate, estimate
+from kvlab.estimate import Estimate, estimate, together
 from kvlab.evals import task_class, task_names
-from kvlab.policies import import_modules
 from kvlab.results import CellStore
 from kvlab.settings import SettingError
 from kvlab.spread import Spread, spread_of
 from kvlab.tracking import make_tracker
 from kvlab.units import run_unit, say
+from kvlab.work import Work
 from kvlab.workbench import Workbench
 
 
@@ -72,7 +72,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
         say(f"{len(cells)} combinations are {_count(distinct)}: {why}")
     groups = _groups(distinct, options.force)
     if options.dry_run:
-        _show_plan(distinct, groups)
+        _show_plan(distinct, groups, spread.here)
         return [None] * len(configs)
     _check_places([cell for group in groups for cell, _ in group.left])
     if spread.here:
@@ -82,7 +82,7 @@ def run_sweep(configs: Sequence[DictConfig], options: Options) -> list[float | N
     options.report(distinct)
     if failed:
         raise CellsFailed(f"{len(failed)} of {_count(distinct)} failed; error.txt in its folder says where: {failed[0].folder}")
-    if busy:
+    if busy and spread.waits:
         raise CellsFailed(
             f"{len(busy)} of {_count(distinct)} are left to another process, or to the same command later: {busy[0].folder}"
         )
@@ -235,81 +235,28 @@ def _watched(cells: Sequence[Cell], total: int) -> Iterator[None]:
             thread.join()
 
 
-@dataclass(frozen=True)
-class Work:
-    """What each of several workers does: walk over all cells, and run those that nobody runs.
-
-    configs  of the cells, with the artefacts that were found: when a job starts, others may fit too
-    modules  the user's own; since: when the sweep began, so that failures before it are tried again
-    """
-
-    configs: tuple[tuple[dict[str, Any], dict[str, str]], ...]
-    modules: tuple[str, ...]
-    since: float
-
-    def __call__(self, number: int, of: int) -> None:
-        """Worker `number` of so many; each begins elsewhere. Ends when nothing is left that nobody runs."""
-        import_modules(self.modules)
-        cells = [Cell.of(config, artefacts) for config, artefacts in self.configs]
-        start = number * len(cells) // of
-        order, benches = [*cells[start:], *cells[:start]], dict[str, Workbench]()
-        while left := [cell for cell in order if not self.settled(cell)]:
-            waiting = [cell for cell in left if self._waits(cell, cells)]
-            ran = [self._ran(cell, benches, len(cells)) for cell in left if cell not in waiting and not self.settled(cell)]
-            if not any(ran):
-                if not waiting:
-                    return
-                time.sleep(1.0)
-
-    def _ran(self, cell: Cell, benches: dict[str, Workbench], total: int) -> bool:
-        """Run a cell; False if another worker does."""
-        bench = benches.get(repr(cell.model))
-        if bench is None:  # one model at a time
-            for other in benches.values():
-                other.release()
-            benches.clear()
-            bench = benches[repr(cell.model)] = Workbench(cell.model)
-        bench.check(cell)
-        return run_unit([cell], bench, False, lambda done: None, [f"[of {total}]"], quiet=True) != ["busy"]
-
-    def _waits(self, cell: Cell, cells: Sequence[Cell]) -> bool:
-        """Whether a cell is judged against a full cache's answers that aren't all there yet, but will be by this sweep."""
-        if cell.is_full or not cell.task.needs_full:
-            return False
-        fulls = [other for other in cells if other.is_full and other.comparison_id == cell.comparison_id]
-        return any(not self.settled(full) for full in fulls)
-
-    def settled(self, cell: Cell) -> bool:
-        """Whether a cell is finished, or failed in this sweep."""
-        return CellStore(cell.folder).finished(cell.run_id) or self.failed(cell)
-
-    def failed(self, cell: Cell) -> bool:
-        """Whether a cell failed since the sweep began."""
-        result = CellStore(cell.folder).result() or {}
-        when = result.get("provenance", {}).get("started")
-        if result.get("status") != "failed" or when is None:
-            return False
-        return datetime.datetime.fromisoformat(when).timestamp() >= int(self.since)
-
-
 def _main_value(cell: Cell) -> float | None:
     result = CellStore(cell.folder).result() or {}
     return result.get("metrics", {}).get(result.get("main_metric"), {}).get("value")
 
 
-def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group]) -> None:
-    """The cells of a sweep, what is left of each, and roughly what it takes."""
+def _show_plan(cells: Sequence[Cell], groups: Sequence[_Group], here: bool) -> None:
+    """The cells of a sweep, what is left of each, and roughly what it takes. here: where cells share their prompts."""
     left = {cell.folder: (group.bench, n) for group in groups for cell, n in group.left}
-    total = Estimate(0, 0.0)
+    guesses: dict[Path, Estimate] = {}
     for cell in cells:
         if cell.folder not in left:
             print(f"finished  {cell.label}  {cell.folder}")
             continue
         bench, samples = left[cell.folder]
-        guess = estimate(cell, bench, samples)
-        total = Estimate(max(total.kv_bytes, guess.kv_bytes), total.seconds + guess.seconds)
+        guesses[cell.folder] = guess = estimate(cell, bench, samples)
         print(f"to run    {cell.label}  {samples} samples  {guess}  {cell.folder}")
-    print(f"{_count(cells)}, {len(cells) - len(left)} finished; at most and in all {total} (rough; nothing was loaded)")
+    to_run = [[cell for cell, _ in group.left] for group in groups]
+    units = [unit for some in to_run for unit in (bundled(some) if here else [[cell] for cell in some])]
+    each = [together([guesses[cell.folder] for cell in unit]) for unit in units]
+    total = Estimate(max((one.kv_bytes for one in each), default=0), sum(one.seconds for one in each))
+    shared = ", prompts that cells share read once" if len(units) < len(left) else ""
+    print(f"{_count(cells)}, {len(cells) - len(left)} finished; at most and in all {total}{shared} (rough; nothing was loaded)")
 
 
 def _count(cells: Sequence[Any]) -> str:

@@ -90,6 +90,29 @@ def summarise(kind: str, values: npt.ArrayLike, weights: npt.ArrayLike | None = 
     return value, error if kind == "mean" else value * error
 
 
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a proportion of n samples (Wilson 1927): within 0 and 1, and not of no width where all are alike."""
+    square = Z95**2 / n
+    centre, reach = share + square / 2, Z95 * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    low, high = (centre - reach) / (1 + square), (centre + reach) / (1 + square)
+    return low if share > 0 else 0.0, high if share < 1 else 1.0  # exactly, whatever is rounded
+
+
+def interval(metric: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """95 % interval of a metric (Metric.as_dict): Wilson's where samples are right or wrong, else Z95 standard errors.
+
+    Means of numbers from 0 to 1 vary as much as these allow only where each is 0 or 1, which is how proportions are known.
+    (None, None) without a standard error.
+    """
+    value, stderr, n = (metric.get(name) for name in ("value", "stderr", "n"))
+    if value is None or stderr is None or n is None:
+        return None, None
+    within = metric.get("kind") == "mean" and 0 <= value <= 1
+    if within and math.isclose(stderr**2 * (n - 1), value * (1 - value), rel_tol=1e-6, abs_tol=1e-12):
+        return wilson(float(value), n)
+    return value - Z95 * stderr, value + Z95 * stderr
+
+
 def make_metric(
     records: Sequence[Mapping[str, Any]],
     of: str,

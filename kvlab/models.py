@@ -97,8 +97,11 @@ def resolve_model(
     return spec_from_config(settings)
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The checked spec of one model configuration (a `conf/model/` file as a mapping). Raises as `resolve_model`."""
+def spec_from_config(config: Mapping[str, Any], elsewhere: bool = False) -> ModelSpec:
+    """The checked spec of one model configuration (a `conf/model/` file as a mapping). Raises as `resolve_model`.
+
+    elsewhere  it is loaded on another machine, which has GPUs whatever there is here
+    """
     settings = {key: value for key, value in config.items() if value is not None}
     label = f"model {settings.get('name', '')!r}"
     for key in settings:
@@ -120,7 +123,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         kind=kind,
         source=source,
         dtype=_checked_dtype(settings.get("dtype", "auto")),
-        device=_checked_device(str(settings["device"])) if "device" in settings else None,
+        device=_checked_device(str(settings["device"]), elsewhere) if "device" in settings else None,
         device_map=device_map,
         revision=str(settings["revision"]) if "revision" in settings else None,
         description=str(settings.get("description", "")),
@@ -263,10 +266,18 @@ def _checked_dtype(dtype: str | torch.dtype) -> str:
     return name
 
 
-def _checked_device(name: str) -> str:
+def accelerator_here(elsewhere: bool = False) -> str:
+    """The kind of accelerator that torch finds, "cpu" without one; `elsewhere`, where there are GPUs, "cuda" then."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cuda" if elsewhere else "cpu"
+
+
+def _checked_device(name: str, elsewhere: bool) -> str:
     if name == "auto":
-        return accelerator.type if accelerator is not None else "cpu"
+        return accelerator_here(elsewhere)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if elsewhere and accelerator is None and re.fullmatch(r"cuda(:\d+)?", name):
+        return name
     found = ["cpu"]
     if accelerator is not None:
         found += [accelerator.type] + [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]

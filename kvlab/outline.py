@@ -13,7 +13,7 @@ import transformers
 from kvlab import embedded
 from kvlab.embedded import ModelUnavailable
 from kvlab.hub import settle_hub
-from kvlab.models import ModelSpec, explain_load
+from kvlab.models import ModelSpec, accelerator_here, explain_load
 from kvlab.tiny import tiny_model, tiny_tokenizer
 
 PIECE = 1 << 20
@@ -90,11 +90,10 @@ def dtype_of(spec: ModelSpec) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def device_of(spec: ModelSpec) -> str:
-    """The kind of device that a model runs on: cpu, cuda, mps."""
+def device_of(spec: ModelSpec, elsewhere: bool = False) -> str:
+    """The kind of device that a model runs on: cpu, cuda, mps. elsewhere: on a machine that has GPUs."""
     if spec.device_map is not None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
+        return accelerator_here(elsewhere)
     return (spec.device or "cpu").split(":")[0]
 
 

@@ -68,9 +68,18 @@ class CellStore:
         return result if isinstance(result, dict) else None
 
     def finished(self, run_id: str) -> bool:
-        """Whether the cell is done, with a result of this identity."""
+        """Whether the cell is done, with a result of this identity and the samples that it was computed from."""
         result = self.result()
-        return result is not None and result.get("status") == "ok" and result.get("run_id") == run_id
+        return result is not None and result.get("run_id") == run_id and result.get("status") == "ok" and self._fits(result)
+
+    def size(self) -> int | None:
+        """Bytes of the samples' file, None where there is none: what a result says of it, and is checked by."""
+        return self.samples_file.stat().st_size if self.samples_file.exists() else None
+
+    def _fits(self, result: Mapping[str, Any]) -> bool:
+        """Whether the samples' file is the one of a finished cell's result. Older results don't say its size."""
+        known = (result.get("provenance") or {}).get("samples_bytes")
+        return self.size() is not None if known is None else self.size() == known
 
     def records(self) -> list[Record]:
         """All finished samples."""
@@ -91,6 +100,11 @@ class CellStore:
                 aside = _broken(self.result_file)
                 self.result_file.replace(aside)
                 said.append(f"{self.result_file} can't be read and is made again; what there was is now {aside.name}")
+            elif (result := self.result()) and result.get("status") == "ok" and not self._fits(result):
+                aside = _broken(self.result_file)
+                self.result_file.replace(aside)  # a result must not outlive its samples
+                what = "is missing" if self.size() is None else "has changed since its result was made"
+                said.append(f"{self.samples_file} {what}: what it lacks is run again; the old result is now {aside.name}")
             records, broken = read_records(self.samples_file)
             torn = self.samples_file.exists() and self.samples_file.read_bytes()[-1:] not in (b"", b"\n")
             if lost := broken - torn:

@@ -140,7 +140,8 @@ class CellRun:
         self._end(result, self.store.records(), trace)
 
     def _end(self, result: dict[str, Any], records: list[Record], trace: str = "") -> None:
-        result["provenance"] = {**_provenance(self.cell, self.bench, self.started), "cells_together": self.together}
+        about = {"cells_together": self.together, "samples_bytes": self.store.size()}
+        result["provenance"] = {**_provenance(self.cell, self.bench, self.started), **about}
         self.store.finish(result, trace)
         self.result = result
         self.tracker.finish(result, records)

@@ -1,8 +1,8 @@
 """Where the cells of a sweep run: in this process, in several of this machine (joblib), or in jobs of a cluster (submitit).
 
-Every worker walks over all cells and takes those that nobody runs (`kvlab.launcher.Work`), so one that is slow or late holds up
-nothing but the cell that it has, and so does a job that is killed; a process that is killed ends the others of its sweep, and
-the same command goes on. This module knows no cell.
+Every worker walks over all cells and takes those that nobody runs (`kvlab.work.Work`), so one that is slow or late holds up
+nothing but the cell that it has, and so does a job that is killed. A process that is killed ends the others of its sweep; fewer
+new ones go on, once. This module knows no cell.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Spread:
     def here(self) -> bool:
         """Whether everything runs in this process."""
         return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether `run` returns only when the workers have ended."""
+        return True
 
     @property
     def where(self) -> str:
@@ -77,19 +82,27 @@ class Processes(Spread):
         _needs("joblib", "launchers", self.name)
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
-        """Waits for all of them. joblib ends them all when one is killed."""
+        """Waits for all of them. joblib ends them all when one is killed: half as many go on with what is left, once."""
+        jobs = min(self.jobs, workers)
+        fewer = max(1, jobs // 2)
+        killed = "a process was killed (out of memory?), which ended the others"
+        if self._ended(worker, jobs):
+            return None
+        if self._ended(worker, fewer):
+            return f"{killed}; {fewer} new went on with what was left: next time set launcher.jobs={fewer}"
+        return f"{killed}, and once more with {fewer}: lower launcher.jobs, or give the same command"
+
+    def _ended(self, worker: Worker, jobs: int) -> bool:
+        """Have so many processes run; False where one was killed."""
         import joblib  # type: ignore[import-untyped]
 
-        jobs = min(self.jobs, workers)
         threads = self.threads or max(1, (os.cpu_count() or 1) // jobs)
         try:
             with joblib.parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
                 joblib.Parallel(batch_size=1)(joblib.delayed(worker)(number, jobs) for number in range(jobs))
         except BrokenProcessPool:
-            return (
-                "a process was killed (out of memory?), which ended the others: lower launcher.jobs, or give the same command"
-            )
-        return None
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,11 @@ class Slurm(Spread):
             raise SettingError(f"launcher.options={self.options!r}: use names and values, such as {{account: nlp}}")
 
     @property
+    def waits(self) -> bool:
+        """As the settings say."""
+        return self.wait
+
+    @property
     def where(self) -> str:
         """Whose jobs: without a cluster submitit's stand-ins on this machine."""
         import submitit
@@ -123,26 +141,33 @@ class Slurm(Spread):
         return f"{cluster} jobs" + ("" if self.cluster or cluster == "slurm" else ", since there is no SLURM here")
 
     def check(self) -> None:
-        """submitit is an extra; and cells are named by the kind of device that they find, here and in jobs alike."""
+        """submitit is an extra, and says what a cluster doesn't take; a node without a GPU may start jobs that have some."""
         _needs("submitit", "launchers", self.name)
-        if self.gpus and torch.accelerator.current_accelerator(check_available=True) is None:
+        cluster = self._executor(Path(".jobs")).cluster
+        if self.gpus and cluster != "slurm" and torch.accelerator.current_accelerator(check_available=True) is None:
             raise SettingError(
-                f"launcher.gpus={self.gpus}: cells are checked and named where a sweep is started, by the device there, and "
-                "this machine has none but its CPU: give the command on a node with a GPU, or launcher.gpus=0"
+                f"launcher.gpus={self.gpus}: {cluster} jobs run on this machine, which has none but its CPU: give the command "
+                "where there is SLURM, or launcher.gpus=0"
             )
 
     def run(self, worker: Worker, workers: int, folder: Path) -> str | None:
         """Waits for all jobs, unless `wait` is false."""
-        import submitit
-
-        jobs = min(self.jobs, workers)
-        executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
-        executor.update_parameters(**self._parameters(executor.cluster))
-        with executor.batch():
-            submitted = [executor.submit(Resumed(worker), number, jobs) for number in range(jobs)]
-        names = ", ".join(job.job_id for job in submitted)
+        jobs, executor = min(self.jobs, workers), self._executor(folder)
+        try:
+            with executor.batch():
+                submitted = [executor.submit(Resumed(worker), number, jobs) for number in range(jobs)]
+        except RuntimeError as refused:  # a partition that isn't there, an account that may not
+            why = " ".join(str(refused).split())
+            raise SettingError(
+                f"launcher=slurm: jobs can't be submitted ({why}): correct launcher.partition or options"
+            ) from refused
         if not self.wait:
-            return f"submitted to {executor.cluster}: {names}; logs in {folder}; the same command later says what is left"
+            names = ",".join(job.job_id for job in submitted)
+            look = f"`squeue --jobs={names}`" if executor.cluster == "slurm" else f"processes {names}"
+            return (
+                f"submitted to {executor.cluster}: look after them with {look} and their logs in {folder}; the same command "
+                "with --dry-run says what is left, `kvlab table` and `kvlab dashboard --serve` show what is there"
+            )
         try:
             for job in submitted:
                 job.wait()
@@ -152,6 +177,20 @@ class Slurm(Spread):
             raise
         failed = [job for job in submitted if (error := job.exception()) is not None and not _was_cut(error)]
         return f"{len(failed)} of {jobs} jobs ended badly: {failed[0].paths.stderr}" if failed else None
+
+    def _executor(self, folder: Path) -> Any:
+        """submitit's, which submits nothing yet. Raises SettingError where it can't be had with these settings."""
+        import submitit
+
+        try:
+            executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
+            executor.update_parameters(**self._parameters(executor.cluster))
+        except (RuntimeError, ValueError, TypeError, NameError, AssertionError) as error:
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise SettingError(
+                f"launcher=slurm can't be had ({why}): correct launcher.cluster or its other settings"
+            ) from error
+        return executor
 
     def _parameters(self, cluster: str) -> dict[str, Any]:
         """For submitit; what only a cluster knows is left out elsewhere."""

@@ -6,7 +6,7 @@ Reads `result.json` and `samples.jsonl` of every cell (a folder) and nothing els
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,18 +147,24 @@ def find_cells(where: Where) -> list[Path]:
     return sorted(cells.values())
 
 
-def read_cells(where: Where) -> tuple[list[StoredCell], list[str]]:
+def read_cell(path: Path) -> StoredCell:
+    """The cell of a folder. Raises ValueError, KeyError, TypeError or AttributeError for a result that can't be used."""
+    result = json.loads((path / "result.json").read_bytes())
+    if result["schema"] != SCHEMA:
+        raise ValueError(f"schema {result['schema']}, not {SCHEMA}")
+    return StoredCell(path, result, _facts(path, result))
+
+
+def read_cells(where: Where, read: Callable[[Path], StoredCell] = read_cell) -> tuple[list[StoredCell], list[str]]:
     """All readable cells, and a line for each that is left out (broken, or of another version).
 
+    read  reads one as `read_cell` does, or knows it
     Raises ValueError if none is readable.
     """
     cells, skipped = [], []
     for path in find_cells(where):
         try:
-            result = json.loads((path / "result.json").read_bytes())
-            if result["schema"] != SCHEMA:
-                raise ValueError(f"schema {result['schema']}, not {SCHEMA}")
-            cells.append(StoredCell(path, result, _facts(path, result)))
+            cells.append(read(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             lacks = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             skipped.append(f"{path / 'result.json'} is left out ({lacks}): delete it and run this cell again")
@@ -234,9 +240,11 @@ def _facts(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_groups(where: Where) -> tuple[dict[str, list[StoredCell]], dict[str, str], list[str]]:
-    """Cells by comparison_id, in the rows' order; titles; what could not be read."""
-    cells, skipped = read_cells(where)
+def read_groups(
+    where: Where, read: Callable[[Path], StoredCell] = read_cell
+) -> tuple[dict[str, list[StoredCell]], dict[str, str], list[str]]:
+    """Cells by comparison_id, in the rows' order; titles; what could not be read. read: as for `read_cells`."""
+    cells, skipped = read_cells(where, read)
     groups: dict[str, list[StoredCell]] = {}
     for cell in cells:
         groups.setdefault(cell.facts["comparison_id"], []).append(cell)

@@ -10,11 +10,12 @@ from omegaconf import OmegaConf
 
 import made_up
 from kvlab.artefacts import DESCRIBED, save
-from kvlab.cells import GROUPS, Cell
+from kvlab.cells import Cell
 from kvlab.choices import REGISTERED, choices
 from kvlab.compose import run_hydra
 from kvlab.embedded import embedded_folder
 from kvlab.launcher import _spread
+from kvlab.parts import GROUPS
 from kvlab.paths import conf_dir
 from kvlab.policies import policy_names
 from kvlab.tables import stored_references

@@ -15,9 +15,9 @@ from kvlab.dashboard import Server, Store, render_page, serve, write_dashboard
 from kvlab.dashboard import store as store_module
 from kvlab.dashboard.changes import CUT, changed, shortened
 from kvlab.dashboard.page import as_json, plotly_script
-from kvlab.metrics import Z95, make_metric
+from kvlab.metrics import Z95, make_metric, wilson
 from kvlab.results import prompts_file, read_records
-from kvlab.tables import compare
+from kvlab.tables import compare, read_cell
 from running import kvlab, results, sample_lines
 from test_tables import Disk, questions
 
@@ -73,7 +73,9 @@ def test_numbers_are_those_of_the_table(outputs, data):
             row.n,
             row.agreement,
         )
-        assert cell["high"] - cell["value"] == pytest.approx(Z95 * row.stderr)
+        right_or_wrong = cell["task"] == "prompts"
+        wanted = wilson(row.value, row.n) if right_or_wrong else (row.value - Z95 * row.stderr, row.value + Z95 * row.stderr)
+        assert (cell["low"], cell["high"]) == pytest.approx(wanted)
         if row.delta is None:
             assert cell["full"] and cell["delta"] is None
         else:
@@ -153,14 +155,15 @@ def test_only_what_changed_is_computed_again(disk, tmp_path, monkeypatch):
     for comparison in ("a" * 12, "b" * 12):
         disk(questions([1, 1, 0]), comparison=comparison)
         cell = disk(questions([1, 0, 0]), "h2o", 0.5, comparison=comparison)
-    computed = []
+    computed, read = [], []
     monkeypatch.setattr(store_module, "compare", lambda where, known: computed.append(len(where)) or compare(where, known))
+    monkeypatch.setattr("kvlab.dashboard.files.read_cell", lambda path: read.append(path) or read_cell(path))
     store = Store(tmp_path / "outputs")
     state, first = store.page()
-    assert store.page() == (state, first) and computed == [2, 2]
+    assert store.page() == (state, first) and computed == [2, 2] and len(read) == 4
     (cell / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions([1, 1, 0])))
     other, second = store.page()
-    assert computed == [2, 2, 2] and other != state
+    assert computed == [2, 2, 2] and other != state and len(read) == 4
     assert (first["cells"][3]["delta"]["value"], second["cells"][3]["delta"]["value"]) == (pytest.approx(-1 / 3), 0)
     assert second["cells"][1] == first["cells"][1]
 

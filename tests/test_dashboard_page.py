@@ -8,6 +8,7 @@ import pytest
 
 from dashboard_store import MARKUP, make_store
 from kvlab.dashboard import Server, Store, write_dashboard
+from test_tables import Disk, questions
 
 pytest.importorskip("plotly", reason="the page needs plotly: pip install 'kvlab[dashboard]'")
 sync_api = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install 'kvlab[dev]'")
@@ -109,6 +110,22 @@ def test_figures_follow_the_filters(browser, file):
         page.reload()
         assert page.get_by_label("Task", exact=True).input_value() == "prompts", "the address holds the filters"
         assert page.locator("#table tbody tr").count() == 3
+
+
+def test_significance_is_seen_and_units_of_budgets_are_not_joined(browser, tmp_path):
+    disk = Disk(tmp_path / "outputs")
+    disk(questions([1] * 12))
+    disk(questions([0] * 10 + [1] * 2), "h2o", 0.5)
+    disk(questions([0] + [1] * 11), "h2o", 0.2)
+    disk(questions([0] * 12), "h2o", budget={"tokens": 64}, budget_label="64 tokens")
+    write_dashboard(tmp_path / "outputs", tmp_path / "page.html")
+    with Watched(browser, (tmp_path / "page.html").as_uri()) as page:
+        assert drawn(page, "#quality")[1:] == [["full", 1], ["h2o", 2], ["h2o", 1]]
+        found = page.evaluate("document.querySelector('#quality').data[1]")
+        assert found["error_y"]["array"] == [0] and 0.2 < found["error_y"]["arrayminus"][0] < 0.3, "Wilson's, of 12 of 12"
+        cells = page.locator("#differences tbody td")
+        assert [text.split()[0] for text in cells.all_inner_texts()] == ["▼", "▼", "≈"]
+        assert "McNemar p <0.001" in cells.first.inner_text() and cells.first.get_attribute("class") == "clear"
 
 
 def test_texts_are_shown_as_texts(browser, file):

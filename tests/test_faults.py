@@ -391,6 +391,18 @@ FAULTS = {
         '"data": "",',
         ["tests/test_run.py"],
     ),
+    "results outlive their samples": (
+        "results.py",
+        "return self.size() is not None if known is None else self.size() == known",
+        "return True",
+        ["tests/test_trouble.py"],
+    ),
+    "intervals of proportions have no width at their ends": (
+        "metrics.py",
+        "if within and math.isclose(",
+        "if False and math.isclose(",
+        ["tests/test_metrics.py"],
+    ),
     "differences are not paired": (
         "metrics.py",
         "return np.asarray((x - y)[drawn].mean(axis=-1))",

@@ -16,12 +16,14 @@ from kvlab.metrics import (
     compare_records,
     contains,
     exact_match,
+    interval,
     make_metric,
     mcnemar,
     normalise,
     paired_difference,
     summarise,
     token_f1,
+    wilson,
 )
 
 
@@ -31,6 +33,31 @@ def draw(seed, n):
     tokens = [rng.randint(20, 200) for _ in range(n)]
     base = [t * rng.uniform(2.0, 3.5) for t in tokens]
     return [x + t * rng.gauss(0.05, 0.1) for x, t in zip(base, tokens, strict=True)], base, tokens
+
+
+class TestInterval:
+    @pytest.mark.parametrize(("right", "n"), [(0, 5), (5, 5), (3, 10), (81, 263), (1, 2)])
+    def test_wilson_is_where_the_score_test_turns(self, right, n):
+        """Its ends are the shares under which the one that was seen lies Z95 standard deviations off."""
+        share = right / n
+        for end in wilson(share, n):
+            assert 0 <= end <= 1
+            if end not in (0, 1):
+                assert abs(share - end) == pytest.approx(metrics.Z95 * math.sqrt(end * (1 - end) / n))
+        assert wilson(1 - share, n) == pytest.approx(tuple(1 - end for end in reversed(wilson(share, n))))
+
+    @pytest.mark.parametrize("values", [[1, 1, 1], [0, 1, 1, 0, 1], [0, 0]])
+    def test_proportions_are_known_by_their_spread(self, values):
+        records = [{"id": str(number), "values": {"x": value, "y": 0.9 * value}} for number, value in enumerate(values)]
+        share = sum(values) / len(values)
+        assert interval(make_metric(records, "x", "mean", "higher").as_dict()) == wilson(share, len(values))
+        scaled = make_metric(records, "y", "mean", "higher")
+        if share:
+            reach = metrics.Z95 * scaled.stderr
+            assert interval(scaled.as_dict()) == pytest.approx((scaled.value - reach, scaled.value + reach))
+
+    def test_none_without_a_standard_error(self):
+        assert interval({}) == interval({"value": 1.0, "stderr": None, "n": 1, "kind": "mean"}) == (None, None)
 
 
 class TestSummarise:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import made_up
-from kvlab.cli import policy_table
+from kvlab.commands.listing import policy_table
 from kvlab.embedded import is_fetched
 from kvlab.policies import policy_class, policy_names
 from kvlab.tiny import tiny_model, tiny_tokenizer

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 import made_up
-from kvlab.cells import GROUPS, Cell
+from kvlab.cells import Cell
 from kvlab.cli import main
 from kvlab.launcher import plain
 from kvlab.metrics import Difference, make_metric
+from kvlab.parts import GROUPS
 from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
 from kvlab.reproduce.order import order_of

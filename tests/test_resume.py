@@ -121,6 +121,7 @@ def test_an_interrupted_write_is_cut_off(tmp_path):
 
 def test_a_result_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     store = CellStore(tmp_path)
+    store.append([])
     store.finish({"status": "ok", "run_id": "x", "value": 1})
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):

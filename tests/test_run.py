@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from kvlab import load_results
+from kvlab.estimate import Estimate, together
 from kvlab.results import CellStore
 from running import TINY, kvlab, results, sample_lines
 
@@ -172,7 +173,16 @@ def test_a_dry_run_shows_the_plan_loads_nothing_and_writes_nothing(tmp_path, cap
     assert code == 0, err
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["finished", "to", "to"]
     assert "4 samples" in out and "MB KV" in out and "3 cells, 1 finished" in out
+    assert "prompts that cells share read once" in out
+    code, out, _ = kvlab("run", "-m", *TINY, "policy=h2o,tova", "runtime.share_prefill=false", "--dry-run", capsys=capsys)
+    assert code == 0 and "read once" not in out
     assert sorted((tmp_path / "outputs").rglob("*")) == before
+
+
+def test_what_cells_share_is_estimated_once():
+    alone = Estimate(10, 3.0, 2.0)
+    assert together([alone]) == alone
+    assert together([alone, Estimate(5, 2.5, 0.5)]) == Estimate(15, 5.0, 2.0), "the second lacks fewer samples"
 
 
 def test_the_composed_config_can_be_seen(tmp_path, capsys):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvlab.cells import Cell
-from kvlab.launcher import Work
 from kvlab.results import CellStore
 from kvlab.settings import SettingError
 from kvlab.spread import Local, Processes, Slurm, spread_of
+from kvlab.work import Work
 from running import TINY, kvlab, results, sample_lines
 from test_compose import composed
 from test_resume import comparable
@@ -132,8 +132,20 @@ def test_cells_that_are_judged_against_the_full_cache_wait_for_it(reference, tmp
     store.start(full.config)
     store.finish({**full.summary(), "status": "failed", "provenance": {"started": "2020-01-01T00:00:00+00:00"}})
     assert work._waits(other, cells) == (reference == "full"), "it failed in an earlier sweep, and is run again"
+    store.append([])
     store.finish({**full.summary(), "status": "ok"})
     assert not work._waits(other, cells)
+
+
+def test_fewer_processes_go_on_where_one_was_killed(tmp_path):
+    def worker(number, of):
+        if not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / f"{number} of {of}").touch()
+
+    said = Processes(jobs=2).run(worker, 2, tmp_path)
+    assert said is not None and "1 new went on with what was left" in said and (tmp_path / "0 of 1").exists()
 
 
 def test_a_killed_process_is_said_in_a_line(tmp_path):
@@ -144,11 +156,53 @@ def test_a_killed_process_is_said_in_a_line(tmp_path):
     assert said is not None and "give the same command" in said
 
 
-@pytest.mark.skipif(torch.accelerator.current_accelerator(check_available=True) is not None, reason="has a GPU")
-def test_jobs_on_gpus_are_not_started_where_there_is_none():
-    """Their cells would be other cells: the kind of device is part of what they are."""
-    with pytest.raises(SettingError, match="give the command on a node with a GPU"):
-        Slurm(gpus=1).check()
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Programs with the names of SLURM's: sbatch takes what it is given, unless the file that this returns says why not."""
+    (tmp_path / "bin").mkdir()
+    programs = {"srun": "", "sbatch": '[ -e "$0.no" ] && cat "$0.no" >&2 && exit 1\necho Submitted batch job 17\n'}
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path / "bin" / "sbatch.no"
+
+
+no_gpu = pytest.mark.skipif(torch.accelerator.current_accelerator(check_available=True) is not None, reason="has a GPU")
+
+
+@no_gpu
+def test_jobs_with_gpus_are_submitted_where_there_is_none(cluster, tmp_path, capsys):
+    sweep = ["run", "-m", *SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}", "--no-table"]
+    sweep += ["launcher=slurm", "launcher.gpus=1", "launcher.wait=false"]
+    code, _, err = kvlab(*sweep, capsys=capsys)
+    assert code == 2 and "give runtime.device=cuda" in err
+    code, _, err = kvlab(*sweep, "runtime.device=cuda", capsys=capsys)
+    assert (code, results(tmp_path)) == (0, {}) and "look after them with `squeue --jobs=17_0,17_1`" in err
+    cluster.write_text("sbatch: error: invalid partition\n")
+    code, _, err = kvlab(*sweep, "runtime.device=cuda", capsys=capsys)
+    assert code == 2 and "jobs can't be submitted (sbatch: error: invalid partition): correct launcher.partition" in err
+    with pytest.raises(SettingError, match="local jobs run on this machine"):
+        Slurm(gpus=1, cluster="local").check()
+
+
+@no_gpu
+def test_cells_of_jobs_with_gpus_are_those_that_the_jobs_find():
+    """Named alike where they are submitted and where they run: the kind of device is part of what they are."""
+    jobs = [*SWEEP[:2], "policy=h2o", "launcher=slurm", "launcher.gpus=1"]
+    found = [Cell.of(config) for device in ("cuda", "auto") for config in composed(*jobs, f"runtime.device={device}")]
+    assert [cell.comparison["device"] for cell in found] == ["cuda", "cuda"] and len({cell.run_id for cell in found}) == 1
+    with pytest.raises(ValueError, match="torch has no device 'cuda:x' here"):
+        Cell.of(composed(*jobs, "runtime.device=cuda:x")[0])
+
+
+@pytest.mark.skipif(shutil.which("srun") is not None, reason="has SLURM")
+def test_wrong_launchers_are_said_where_everything_is_finished(tmp_path, capsys):
+    command = ["run", *SWEEP[:2], "policy=knorm", f"output_dir={tmp_path}", "--no-table"]
+    assert kvlab(*command) == 0
+    code, _, err = kvlab(*command, "launcher=slurm", "launcher.cluster=slurm", capsys=capsys)
+    assert code == 2 and err.splitlines()[-1].startswith("kvlab: launcher=slurm can't be had (Could not detect")
+    assert kvlab(*command, "launcher=slurm", "launcher.cluster=local") == 0
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,24 @@ def test_broken_files_are_set_aside_and_made_again(tmp_path, capsys):
     assert (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)[:3] == [lines[0], *lines[2:]]
 
 
+def test_a_finished_cell_without_its_samples_is_run_again(tmp_path, capsys):
+    command = [*RUN, "policy=knorm", "runtime.batch_size=1"]
+    assert kvlab(*command) == 0
+    folder, wanted = only(tmp_path / "outputs")
+    samples, lines = folder / "samples.jsonl", (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    for left, says in ((lines[:-1], "has changed since its result was made"), (None, "is missing")):
+        samples.unlink() if left is None else samples.write_bytes(b"".join(left))
+        capsys.readouterr()
+        code, _, err = kvlab(*command, capsys=capsys)
+        assert code == 0 and f"{says}: what it lacks is run again; the old result is now result.json.broken" in err
+        assert only(tmp_path / "outputs")[1]["metrics"] == wanted["metrics"]
+        assert samples.read_bytes().splitlines(keepends=True)[: len(left or ())] == (left or [])
+    older = json.loads((folder / "result.json").read_text())
+    del older["provenance"]["samples_bytes"]
+    (folder / "result.json").write_text(json.dumps(older))
+    assert kvlab(*command) == 0 and only(tmp_path / "outputs")[1] == older, "results from before say no size"
+
+
 @pytest.mark.parametrize(("presses", "kept"), [(1, 2), (2, 0)])
 def test_ctrl_c_waits_for_the_batch_and_a_second_one_does_not(presses, kept, own, tmp_path, monkeypatch, capfd):
     command = [*RUN, "policy=signalled", "runtime.batch_size=2", *own]

@@ -15,17 +15,17 @@ The page's data has these parts:
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvlab.dashboard.analyses import analysis_files, read_analyses
 from kvlab.dashboard.changes import about_question, about_sample, by_id, changed
-from kvlab.metrics import Z95, Difference
+from kvlab.dashboard.files import Reader, state_of, watched
+from kvlab.metrics import Difference, interval
 from kvlab.render import comparison_sheet, difference
 from kvlab.results import prompts_file, read_records
 from kvlab.tables import (
@@ -63,12 +63,15 @@ class Store:
         self.places = places_of(where)
         self._known: dict[str, tuple[str, Plain]] = {}
         self._page: tuple[str, Plain] = ("", {})
+        self._read_cell = Reader()
         self._lock = threading.Lock()
 
     def state(self) -> str:
         """Changes whenever a result, its samples or an analysis do. Raises ValueError if there are no results."""
-        cells = [cell / name for cell in find_cells(self._with_cells()) for name in ("result.json", "samples.jsonl")]
-        return _state([*cells, *analysis_files(self.places)])
+        state = state_of(watched(self.places))
+        if state != self._page[0]:
+            find_cells(self._with_cells())  # says where there are none
+        return state
 
     def page(self) -> tuple[str, Plain]:
         """What the page shows, and the state that this is of. Raises ValueError if there are no results."""
@@ -80,7 +83,7 @@ class Store:
 
     def samples(self, path: str, start: int, count: int) -> Plain:
         """Changed samples of a cell from number `start` on, with their whole texts. Raises ValueError for no cell."""
-        for cells in read_groups(self._with_cells())[0].values():
+        for cells in read_groups(self._with_cells(), self._read_cell)[0].values():
             for cell in cells:
                 if cell.facts["path"] == path:
                     base = next((one for one in cells if one.ok and one.is_full), None)
@@ -93,11 +96,11 @@ class Store:
         return found or self.places
 
     def _read(self) -> Plain:
-        groups, titles, skipped = read_groups(self._with_cells())
+        groups, titles, skipped = read_groups(self._with_cells(), self._read_cell)
         known: dict[str, tuple[str, Plain]] = {}
         for key, cells in groups.items():
             files = [cell.path / name for cell in cells for name in ("result.json", "samples.jsonl")]
-            state = _state(files)
+            state = state_of(files)
             old = self._known.get(key)
             known[key] = old if old and old[0] == state else (state, _comparison(key, cells))
         self._known = known
@@ -135,14 +138,14 @@ def _comparison(key: str, cells: Sequence[StoredCell]) -> Plain:
 
 
 def _cell(row: Row, stored: StoredCell, item: Comparison) -> Plain:
-    error = None if row.value is None or row.stderr is None else Z95 * row.stderr
+    low, high = interval(stored.metric(item.metric) if stored.ok else {})
     return {
         **{name: row.facts[name] for name in _FACTS},
         "label": stored.policy,
         "full": stored.is_full,
         "value": row.value,
-        "low": row.value - error if row.value is not None and error is not None else None,
-        "high": row.value + error if row.value is not None and error is not None else None,
+        "low": low,
+        "high": high,
         "n": row.n,
         "delta": _difference(row.delta, row.n),
         "gold": _difference(row.gold_logprob, row.n),
@@ -206,18 +209,6 @@ def _shared(parts: Sequence[Plain], limit: int) -> tuple[list[Plain], Plain, Pla
                 cell = {**cell, "changed": {**kept, "shown": shown, "prompts": found["prompts"] or part["id"]}}
             cells.append(cell)
     return cells, questions, answers
-
-
-def _state(files: Iterable[Path]) -> str:
-    """Hash of files' names, sizes and times."""
-    known = []
-    for file in files:
-        try:
-            stat = file.stat()
-            known.append((str(file), stat.st_size, stat.st_mtime_ns))
-        except OSError:
-            known.append((str(file), -1, 0))
-    return hashlib.blake2b(repr(known).encode(), digest_size=12).hexdigest()
 
 
 def _finite(value: Any) -> Any:

@@ -106,10 +106,17 @@ function sideBySide(cells, x) {
   return (cell) => (known(x(cell)) ? x(cell) + shift.get(cell) : null);
 }
 
+// Budgets of one unit are steps of one setting, which a line may join.
+function unitOf(cell) {
+  return cell.budget_label?.endsWith(" of total") ? "total" : Object.keys(UNITS).find((unit) => known(cell[unit]));
+}
+
 function points(cells, x, y, more, extra) {
   const groups = new Map();
-  for (const cell of cells)
-    if (known(x(cell)) && known(y(cell))) groups.set(cell.label, [...(groups.get(cell.label) ?? []), cell]);
+  for (const cell of cells) {
+    const line = JSON.stringify([cell.label, unitOf(cell)]);
+    if (known(x(cell)) && known(y(cell))) groups.set(line, [...(groups.get(line) ?? []), cell]);
+  }
   return [...groups.values()].map((group) => {
     group.sort((a, b) => x(a) - x(b));
     const { colour: shade, symbol } = look(group[0]);

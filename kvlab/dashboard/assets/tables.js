@@ -95,17 +95,28 @@ function columnHead(comparison) {
 function differenceCell(comparison, cell, scale) {
   if (!cell?.delta) return make("td", { class: "noise" }, cell?.status === "failed" ? "failed" : "–");
   const [value, rest] = cell.delta.text.split(" [");
+  const good = cell.delta.value > 0 === (comparison.better !== "lower");
+  const p = known(cell.mcnemar_p) ? `McNemar p ${cell.mcnemar_p < 0.001 ? "<0.001" : cell.mcnemar_p.toFixed(3)}` : null;
   const td = make(
     "td",
-    { class: cell.delta.noise ? "noise" : "", title: hover(comparison, cell) },
+    { class: cell.delta.noise ? "noise" : "clear", title: hover(comparison, cell) },
+    cell.delta.noise ? null : mark(good),
     value,
     rest ? make("small", {}, `[${rest}`) : null,
+    p ? make("small", {}, p) : null,
   );
   if (!cell.delta.noise && scale > 0) {
-    const good = cell.delta.value > 0 === (comparison.better !== "lower");
     td.style.background = `rgba(var(--${good ? "better" : "worse"}), ${(0.12 + (0.38 * Math.abs(cell.delta.value)) / scale).toFixed(3)})`;
   }
   return td;
+}
+
+// Not by colour alone: what an interval without 0 says.
+function mark(good) {
+  return [
+    make("span", { "aria-hidden": "true" }, good ? "▲ " : "▼ "),
+    make("span", { class: "hidden" }, good ? "better " : "worse "),
+  ];
 }
 
 function hover(comparison, cell) {
@@ -115,7 +126,6 @@ function hover(comparison, cell) {
     `${cell.label}, ${cell.budget_label ?? ""}: ${comparison.metric} ${number(cell.value)}, ${number(cell.delta.value)} to full`,
     `${range}, n = ${n}${noise ? ", within noise" : ""}`,
   ];
-  if (known(cell.mcnemar_p)) lines.push(`McNemar p = ${number(cell.mcnemar_p, 2)}`);
   if (cell.gold) lines.push(`log-probability of the gold answer ${cell.gold.text}`);
   return lines.join("\n");
 }
