@@ -31,6 +31,7 @@ install_import_hook(
 
 import functools
 import importlib.util
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -42,6 +43,7 @@ from kvlab.tiny import tiny_families, tiny_model
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 torch.set_grad_enabled(False)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # is ignored where tests are started in the background
 
 FAST_FAMILIES = ("llama", "opt", "gemma3")
 """GQA with rotary positions; learned positions without GQA; sliding-window layers."""
