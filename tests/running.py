@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from kvlab.cli import main
@@ -41,7 +42,10 @@ def _by_itself(folder, arguments):
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.chdir(folder.parent)
-    sys.exit(main(arguments))
+    try:
+        sys.exit(main(arguments))
+    finally:
+        threading._shutdown()  # as at a program's end: else multiprocessing waits for joblib's workers, and they for work
 
 
 def finished(process, folder, seconds=300):
