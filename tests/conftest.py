@@ -31,6 +31,7 @@ install_import_hook(
 
 import functools
 import importlib.util
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -42,6 +43,7 @@ from kvlab.tiny import tiny_families, tiny_model
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 torch.set_grad_enabled(False)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # is ignored where tests are started in the background
 
 FAST_FAMILIES = ("llama", "opt", "gemma3")
 """GQA with rotary positions; learned positions without GQA; sliding-window layers."""
@@ -55,10 +57,34 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
     """Where a module says THINNED = n each push runs about one in n of its parametrised tests, the slow suite the others."""
+    grids = {}
     for item in [] if config.getoption("--whole") else items:
-        parts = getattr(item.module, "THINNED", 1)
-        if parts > 1 and hasattr(item, "callspec") and zlib.crc32(item.name.encode()) % parts:
-            item.add_marker(pytest.mark.slow)
+        if hasattr(item.module, "THINNED") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            grids.setdefault((item.module, item.originalname), []).append(item)
+    for (module, name), cases in grids.items():
+        kept = covering([item.callspec.params for item in cases], module.THINNED, zlib.crc32(name.encode()))
+        for number, item in enumerate(cases):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def covering(cases, parts, start):
+    """Numbers of about one in `parts` of a grid's cases, each a dict of its parameters.
+
+    Diagonals, so that values of any two parameters meet as often as they can, and the first case of each value that is on none.
+    Where a parameter has another value in each case they are a list and no grid: one in `parts`, or all of a short one.
+    """
+    axes = []
+    for name in cases[0]:
+        known = {}
+        axes.append([known.setdefault(id(case[name]), len(known)) for case in cases])
+    if any(len(set(axis)) == len(cases) for axis in axes):
+        return range(len(cases)) if len(cases) < 2 * parts else range(start % parts, len(cases), parts)
+    kept = {number for number, place in enumerate(zip(*axes, strict=True)) if (sum(place) + start) % parts == 0}
+    for axis in axes:
+        met = {axis[number] for number in kept}
+        kept |= {axis.index(value) for value in set(axis) - met}
+    return kept
 
 
 def pytest_configure(config):
@@ -76,8 +102,8 @@ def pytest_generate_tests(metafunc):
     if "policy_name" in metafunc.fixturenames:
         metafunc.parametrize("policy_name", metafunc.config.policies_under_test)
     if "family" in metafunc.fixturenames:
-        slow = [pytest.param(f, marks=pytest.mark.slow) for f in tiny_families() if f not in FAST_FAMILIES]
-        metafunc.parametrize("family", [*FAST_FAMILIES, *slow])
+        others = [] if metafunc.config.option.markexpr == "not slow" else [f for f in tiny_families() if f not in FAST_FAMILIES]
+        metafunc.parametrize("family", [*FAST_FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in others)])
 
 
 @functools.cache

@@ -4,32 +4,24 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from kvlab.results import CellStore
-from running import results, sample_lines
+from running import TINY, finished, kvlab, results, sample_lines, start
 
 SWEEP = [
-    *(sys.executable, "-m", "kvlab.cli", "run", "-m", "debug=smoke", "runtime.threads=1", "runtime.batch_size=2", "--no-table"),
+    *("run", "-m", *TINY, "runtime.batch_size=2", "--no-table"),
     *("policy=full,h2o,tova,knorm,random", "budget.ratio=0.3,0.6,0.9", "task.windows=9", "task.context=40"),
 ]  # 13 cells of 9 samples
-
-
-def start(folder):
-    log = (folder.parent / f"{folder.name}.log").open("a")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([*SWEEP, f"output_dir={folder}"], stdout=log, stderr=log, env=environment, cwd=folder.parent)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "out"
-    assert start(folder).wait(timeout=300) == 0, (folder.parent / "out.log").read_text()
+    assert kvlab(*SWEEP, f"output_dir={folder}") == 0
     return folder
 
 
@@ -43,15 +35,15 @@ def comparable(result):
 def kill_in_the_middle(folder, rng):
     """Start the sweep, kill it a random while after it has begun to write; False if it was finished before that."""
     before = sum(map(len, sample_lines(folder).values()))
-    process = start(folder)
+    process = start(folder, *SWEEP)
     target = before + rng.randint(1, 14)
-    while process.poll() is None and sum(map(len, sample_lines(folder).values())) < target:
+    while process.is_alive() and sum(map(len, sample_lines(folder).values())) < target:
         time.sleep(0.005)
     time.sleep(rng.random() * 0.05)
-    if process.poll() is not None:
+    if not process.is_alive():
         return False
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     return True
 
 
@@ -73,7 +65,7 @@ def check_killed(tmp_path, uninterrupted, kills, seed):
     killed = list(killed_times(folder, kills, seed))
     assert len(killed) >= min(kills, 3), "the sweep ended before it could be killed"
     assert len(results(folder)) < 13
-    assert start(folder).wait(timeout=300) == 0, (tmp_path / "out.log").read_text()
+    finished(start(folder, *SWEEP), folder)
     wanted, found = results(uninterrupted), results(folder)
     assert len(wanted) == 13 and found.keys() == wanted.keys()
     for path in wanted:
@@ -133,11 +125,12 @@ def test_a_result_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path):
-    process = start(tmp_path / "out")
+    process = start(tmp_path / "out", *SWEEP)
     while not sample_lines(tmp_path / "out"):
         time.sleep(0.01)
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+        assert process.is_alive()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
     last = (tmp_path / "out.log").read_text().strip().splitlines()[-1]
     assert last == "kvlab: interrupted; nothing finished is lost, the same command goes on from here"

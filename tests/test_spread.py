@@ -1,14 +1,9 @@
-"""Sweeps spread over processes and over jobs: they fill one store, whatever is killed, with the results of a single process."""
+"""Sweeps spread over processes and jobs: what a worker takes, what launchers are given. Kills are in test_kills.py."""
 
 import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,86 +15,11 @@ from kvlab.spread import Local, Processes, Slurm, spread_of
 from kvlab.work import Work
 from running import TINY, kvlab, results, sample_lines
 from test_compose import composed
-from test_resume import comparable
-
-SWEEP = [*TINY, "policy=full,h2o,tova", "budget.ratio=0.3,0.6", "task.windows=6", "task.context=40", "runtime.batch_size=1"]
-SPREADS = {
-    "processes": ["launcher=processes", "launcher.jobs=4"],
-    "jobs": ["launcher=slurm", "launcher.cluster=local", "launcher.jobs=4", "launcher.cpus=1"],
-}
-
-
-def start(folder, *arguments):
-    """The sweep in a process group of its own, so that everything that it started can be killed at once."""
-    log = (folder.parent / f"{folder.name}.log").open("a")
-    command = [sys.executable, "-m", "kvlab.cli", "run", "-m", *SWEEP, *arguments, f"output_dir={folder}", "--no-table"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder.parent, start_new_session=True)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Results of one process."""
-    folder = tmp_path_factory.mktemp("alone") / "out"
-    assert kvlab("run", "-m", *SWEEP, f"output_dir={folder}", "--no-table") == 0
-    return {path: comparable(result) for path, result in results(folder).items()}
-
-
-def members(group):
-    """Processes of a process group."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError):
-            if os.getpgid(int(process.name)) == group:
-                found.append(int(process.name))
-    return found
-
-
-def kill_one(folder, arguments, rng):
-    """Start the sweep and kill one of its processes after it has begun to write; False if it was over before."""
-    before = sum(map(len, sample_lines(folder).values()))
-    process = start(folder, *arguments)
-    while process.poll() is None and sum(map(len, sample_lines(folder).values())) < before + rng.randint(1, 6):
-        time.sleep(0.02)
-    if process.poll() is not None:
-        return False
-    os.kill(rng.choice(members(process.pid)), signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=60)
-    for member in members(process.pid):  # workers that outlive the first finish what they have; not waited for
-        os.kill(member, signal.SIGKILL)
-    process.wait()
-    return True
-
-
-def check_killed(arguments, kills, tmp_path, alone, seed):
-    folder, rng = tmp_path / "out", random.Random(seed)
-    killed = sum(kill_one(folder, arguments, rng) for _ in range(kills))
-    assert killed, "the sweep ended before it could be killed"
-    assert start(folder, *arguments).wait(timeout=300) == 0, (tmp_path / "out.log").read_text()
-    assert {path: comparable(result) for path, result in results(folder).items()} == alone
-    for path, lines in sample_lines(folder).items():
-        assert len(lines) == 6, f"{path}: a sample is there twice or not at all"
-    return killed
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.slow), "jobs"])
-def test_a_killed_worker_costs_no_sample(kind, tmp_path, alone):
-    fewer = [part.replace("jobs=4", "jobs=2") for part in SPREADS[kind]]
-    check_killed(fewer, 1, tmp_path, alone, seed=3)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("kind", SPREADS)
-def test_workers_killed_ten_times(kind, tmp_path, alone):
-    print(f"{check_killed(SPREADS[kind], 10, tmp_path, alone, seed=5)} killed, finished with equal results: {kind}")
 
 
 def test_work_begins_elsewhere_and_leaves_nothing(tmp_path):
     """Two workers one after the other, in this process."""
-    cells = [Cell.of(config) for config in composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")]
+    cells = [Cell.of(config) for config in composed(*TINY, "policy=h2o", f"output_dir={tmp_path}")]
     work = Work(tuple((cell.config, {}) for cell in cells), (), time.time())
     work(1, 2)
     assert all(work.settled(cell) for cell in cells)
@@ -109,7 +29,7 @@ def test_work_begins_elsewhere_and_leaves_nothing(tmp_path):
 
 
 def test_failed_cells_are_tried_once_a_sweep(tmp_path):
-    (config,) = composed(*SWEEP[:2], "policy=h2o", f"output_dir={tmp_path}")
+    (config,) = composed(*TINY, "policy=h2o", f"output_dir={tmp_path}")
     cell = Cell.of(config)
     store, work = CellStore(cell.folder), Work(((cell.config, {}),), (), time.time() - 60)
     store.start(cell.config)
@@ -123,7 +43,7 @@ def test_failed_cells_are_tried_once_a_sweep(tmp_path):
 
 @pytest.mark.parametrize("reference", ["full", "file"])
 def test_cells_that_are_judged_against_the_full_cache_wait_for_it(reference, tmp_path, monkeypatch):
-    configs = composed(*SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}")
+    configs = composed(*TINY, "policy=full,h2o", f"output_dir={tmp_path}")
     full, other = cells = [Cell.of(config) for config in configs]
     store, work = CellStore(full.folder), Work(((full.config, {}), (other.config, {})), (), time.time() - 60)
     monkeypatch.setattr(type(other.task), "needs_full", reference == "full")
@@ -173,7 +93,7 @@ no_gpu = pytest.mark.skipif(torch.accelerator.current_accelerator(check_availabl
 
 @no_gpu
 def test_jobs_with_gpus_are_submitted_where_there_is_none(cluster, tmp_path, capsys):
-    sweep = ["run", "-m", *SWEEP[:2], "policy=full,h2o", f"output_dir={tmp_path}", "--no-table"]
+    sweep = ["run", "-m", *TINY, "policy=full,h2o", f"output_dir={tmp_path}", "--no-table"]
     sweep += ["launcher=slurm", "launcher.gpus=1", "launcher.wait=false"]
     code, _, err = kvlab(*sweep, capsys=capsys)
     assert code == 2 and "give runtime.device=cuda" in err
@@ -189,7 +109,7 @@ def test_jobs_with_gpus_are_submitted_where_there_is_none(cluster, tmp_path, cap
 @no_gpu
 def test_cells_of_jobs_with_gpus_are_those_that_the_jobs_find():
     """Named alike where they are submitted and where they run: the kind of device is part of what they are."""
-    jobs = [*SWEEP[:2], "policy=h2o", "launcher=slurm", "launcher.gpus=1"]
+    jobs = [*TINY, "policy=h2o", "launcher=slurm", "launcher.gpus=1"]
     found = [Cell.of(config) for device in ("cuda", "auto") for config in composed(*jobs, f"runtime.device={device}")]
     assert [cell.comparison["device"] for cell in found] == ["cuda", "cuda"] and len({cell.run_id for cell in found}) == 1
     with pytest.raises(ValueError, match="torch has no device 'cuda:x' here"):
@@ -198,7 +118,7 @@ def test_cells_of_jobs_with_gpus_are_those_that_the_jobs_find():
 
 @pytest.mark.skipif(shutil.which("srun") is not None, reason="has SLURM")
 def test_wrong_launchers_are_said_where_everything_is_finished(tmp_path, capsys):
-    command = ["run", *SWEEP[:2], "policy=knorm", f"output_dir={tmp_path}", "--no-table"]
+    command = ["run", *TINY, "policy=knorm", f"output_dir={tmp_path}", "--no-table"]
     assert kvlab(*command) == 0
     code, _, err = kvlab(*command, "launcher=slurm", "launcher.cluster=slurm", capsys=capsys)
     assert code == 2 and err.splitlines()[-1].startswith("kvlab: launcher=slurm can't be had (Could not detect")

@@ -39,7 +39,7 @@ def evict_scan(
         _numbers(queries).reshape(rows, group, tokens, head_dim),
         _numbers(new.keys, slots.keys.dtype).reshape(rows, tokens, head_dim),
         _numbers(new.values, slots.values.dtype).reshape(rows, tokens, value_dim),
-        np.ascontiguousarray(new.positions.numpy()),
+        _plane(new.positions, np.int64),  # one type, since each is compiled for by itself
         _plane(None if new.value is None else new.value.expand(batch, heads, tokens).flatten(0, 1), np.float32, 2),
         _plane(new.special, np.bool_, 2),
         _plane(None if new.source is None else new.source.flatten(0, 1), np.int32, 2),
@@ -119,7 +119,7 @@ def prefill_stats(
     def work(part: int) -> None:
         scratch, factors = _empty(size * chunk * slots), _empty(size * chunk)
         for b, h in np.ndindex(batch, heads):
-            where, slot_positions = query_positions[b].contiguous(), positions[b, h].contiguous().numpy()
+            where, slot_positions = query_positions[b].contiguous(), _plane(positions[b, h], np.int64)
             key, value = keys[b, h].float(), values[b, h].float()
             for start in range(part * chunk, count, parts * chunk):
                 end = min(count, start + chunk)

@@ -17,6 +17,8 @@ from contracts.helpers import (
 )
 from kvlab import Budget, attach
 
+THINNED = 3
+
 
 def conversation(feed):
     """Logits of real tokens in a left-padded prompt of two, three decoded tokens, a second turn, and one more token."""
