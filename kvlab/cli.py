@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +74,7 @@ DASHBOARD_EXAMPLES = """examples:
   kvlab dashboard outputs/demo 'outputs/runs/*/passkey' --output demo.html
   kvlab dashboard --serve                  at http://127.0.0.1:8765/, with new results as they come and all samples
   kvlab dashboard --serve --port 0 --open no
+  kvlab dashboard outputs/demo --wandb     also to W&B, into the group of its cells
 """
 
 BENCH_EXAMPLES = """examples:
@@ -206,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     board.add_argument("--output", metavar="FILE", help="what to write (default: dashboard.html)")
     board.add_argument("--serve", action="store_true", help="serve it on this machine, with new results as they come")
     board.add_argument("--port", type=_port, help="to serve at; 0: any that is free (default: 8765)")
+    board.add_argument("--wandb", action="store_true", help="upload it to W&B, where the cells are")
     board.add_argument("--open", choices=["yes", "no"], help="open it in a browser (default: yes with --serve, else no)")
 
     scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
@@ -307,9 +308,13 @@ def _run(options: argparse.Namespace) -> int:
     from kvlab.policies import import_modules
 
     import_modules(options.modules)
-    chosen = Options(options.force, options.dry_run, tuple(options.modules))
-    if not options.no_table:
-        chosen = replace(chosen, report=_report)
+
+    def report(cells: Sequence[Cell]) -> None:
+        if not options.no_table:
+            _report(cells)
+        _upload(cells)
+
+    chosen = Options(options.force, options.dry_run, tuple(options.modules), report)
     try:
         run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
     except CellsFailed as failed:
@@ -323,10 +328,30 @@ def _report(cells: Sequence[Cell]) -> None:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
-    fulls = [path for cell in cells for path in cell.full_cache_results()]  # also those of earlier sweeps
-    found = list(dict.fromkeys([*fulls, *(cell.folder for cell in cells if (cell.folder / "result.json").exists())]))
-    if found:
+    if found := _results(cells):
         print(render(compare(found, stored_references()), "text"))
+
+
+def _results(cells: Sequence[Cell]) -> list[Path]:
+    """Folders with results of these cells, and of the full caches of earlier sweeps that they are compared with."""
+    fulls = [path for cell in cells for path in cell.full_cache_results()]
+    return list(dict.fromkeys([*fulls, *(cell.folder for cell in cells if (cell.folder / "result.json").exists())]))
+
+
+def _upload(cells: Sequence[Cell]) -> None:
+    """The dashboard's page to W&B, for each experiment that asks for it; what goes wrong there ends nothing."""
+    from kvlab.dashboard.upload import upload_dashboard
+
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        if cell.tracking.name == "wandb" and cell.tracking.figures:
+            groups.setdefault((cell.name, str(cell.output_dir), repr(cell.tracking)), []).append(cell)
+    for (name, folder, _), group in groups.items():
+        if found := _results(group):
+            try:
+                print(upload_dashboard(found, Path(folder, name, "dashboard.html"), group[0].tracking, Path(folder)))
+            except (ValueError, OSError) as error:
+                print(f"kvlab: no figures went to W&B: {error}", file=sys.stderr)
 
 
 def _table(options: argparse.Namespace) -> int:
@@ -371,14 +396,19 @@ def _dashboard(options: argparse.Namespace) -> int:
     from kvlab.dashboard import open_page, serve, write_dashboard
 
     if options.serve:
-        if options.output:
-            raise ValueError("--serve writes no file: leave out --output, or --serve")
+        if options.output or options.wandb:
+            raise ValueError("--serve writes no file: leave out --output and --wandb, or --serve")
         serve(options.where, 8765 if options.port is None else options.port, _say, options.open != "no")
         return 0
     if options.port is not None:
         raise ValueError("--port goes with --serve: give both or neither")
     output = Path(options.output or "dashboard.html").expanduser()
-    print(write_dashboard(options.where, output))
+    if options.wandb:
+        from kvlab.dashboard.upload import upload_dashboard
+
+        print(upload_dashboard(options.where, output))
+    else:
+        print(write_dashboard(options.where, output))
     if options.open == "yes":
         open_page(output.absolute().as_uri())
     return 0

@@ -173,3 +173,18 @@ def test_a_served_page_shows_new_results(browser, outputs, tmp_path):
             page.evaluate("poll()")
             assert "Live" in page.locator("#status").inner_text()
         server.shutdown()
+
+
+def test_it_works_within_another_page(browser, file):
+    """As W&B and notebooks show it: in a frame without an origin, an address or storage."""
+    with Watched(browser, file.as_uri()) as page:
+        text = file.read_text()
+        page.evaluate(
+            "text => { const frame = document.createElement('iframe'); frame.sandbox = 'allow-scripts'; frame.srcdoc = text; "
+            "document.body.replaceChildren(frame); }",
+            text.replace("connect-src 'none'", ""),
+        )
+        frame = page.frame_locator("iframe")
+        frame.locator("#quality .main-svg").first.wait_for(state="attached")
+        frame.locator("#theme").click()
+        assert frame.locator("html").get_attribute("data-theme") in ("dark", "light")
