@@ -12,6 +12,9 @@ import pdoc.render
 
 import kvlab
 
+HARMLESS = ("The module specification .* already been added", "Error parsing type annotation")
+"""Of warnings: packages bring their modules along; types of a dataclass's inherited fields are shown as written."""
+
 
 def public_modules() -> list[str]:
     """Names of all modules without an underscore."""
@@ -26,8 +29,8 @@ def main(folder: Path) -> None:
     pdoc.render.configure(template_directory=Path(__file__).parent / "pdoc", footer_text=f"kvlab {kvlab.__version__}")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="pdoc")
-        warnings.filterwarnings("ignore", "The module specification .* already been added")  # packages bring their modules along
-        warnings.filterwarnings("ignore", "Error parsing type annotation")  # of a dataclass's inherited fields: shown as written
+        for harmless in HARMLESS:
+            warnings.filterwarnings("ignore", harmless)
         pdoc.pdoc(*public_modules(), output_directory=folder)
     print(f"{folder / 'index.html'}: {len(public_modules())} modules")
 
