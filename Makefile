@@ -13,7 +13,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test test-slow lint format clean
+.PHONY: help setup demo bench test test-slow lint format docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,10 @@ lint: $(STAMP) ## style, formatting, types, direction of imports
 format: $(STAMP) ## let ruff mend what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(STAMP) ## the API reference from docstrings, in build/docs
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	@HF_HUB_OFFLINE=1 $(BIN)/python docs/api.py
 
 clean: ## remove what was built; keeps outputs/ and fetched models
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

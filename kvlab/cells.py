@@ -42,7 +42,7 @@ from kvlab.protocol import Protocol, protocol_class
 from kvlab.results import CellStore
 from kvlab.settings import SettingError, build
 from kvlab.sharing import Share
-from kvlab.tracking import TrackingSettings
+from kvlab.wandb_runs import TrackingSettings
 
 RESULTS_VERSION = 1
 """Raised whenever the same cell gives other numbers than before, so that older results count as another run's."""

@@ -1,5 +1,6 @@
 """The dashboard in a headless Chromium: without network, filtered, texts shown as texts, narrow, dark, accessible, live."""
 
+import html
 import json
 import shutil
 import threading
@@ -190,3 +191,18 @@ def test_a_served_page_shows_new_results(browser, outputs, tmp_path):
             page.evaluate("poll()")
             assert "Live" in page.locator("#status").inner_text()
         server.shutdown()
+
+
+def test_it_works_within_another_page(browser, file, tmp_path):
+    """As W&B and notebooks show it: in a frame that has no origin, no address of its own and no storage."""
+    (tmp_path / "frame.html").write_text(f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(file.read_text())}"></iframe>')
+    page, wrong = browser.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto((tmp_path / "frame.html").as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("#quality .main-svg").first.wait_for(state="attached")
+    frame.locator("#search").fill("h2o 30")
+    assert frame.locator("#count").inner_text() == "4 of 10 cells"
+    frame.locator("#theme").click()
+    page.close()
+    assert not wrong

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlab import tracking
-from kvlab.tracking import TrackingSettings, make_tracker, plain, sample_table, summary
+from kvlab import tracking, wandb_runs
+from kvlab.tracking import make_tracker, plain, sample_table, summary
+from kvlab.wandb_runs import TrackingSettings
 
 OFFLINE = TrackingSettings("wandb", project="kvlab-test", mode="offline", tags=("mine", "h2o", ""), sample_rows=2)
 
@@ -237,7 +238,8 @@ def test_results_that_wandb_cannot_take_end_nothing(tmp_path, capfd):
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from kvlab.tracking import TrackingSettings, make_tracker
+from kvlab.tracking import make_tracker
+from kvlab.wandb_runs import TrackingSettings
 assert "wandb" not in sys.modules, "importing kvlab.tracking imports wandb"
 hooks = sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 tracker = make_tracker(TrackingSettings("wandb", mode="offline"), Path("out"))
@@ -282,7 +284,7 @@ def test_without_the_package_nothing_is_tracked_and_one_line_says_so(tmp_path, m
     assert not list(tmp_path.glob("wandb"))
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # a folder of that name in the cwd
     assert make_tracker(OFFLINE, tmp_path).notice == tracker.notice
-    monkeypatch.setattr(tracking.importlib, "import_module", lambda name: 1 / 0)
+    monkeypatch.setattr(wandb_runs.importlib, "import_module", lambda name: 1 / 0)
     assert "broken (ZeroDivisionError('division by zero'))" in make_tracker(OFFLINE, tmp_path).notice
 
 
@@ -351,7 +353,7 @@ def test_online_asks_to_resume_and_gives_every_setting(tmp_path, monkeypatch):
     make_tracker(TrackingSettings("wandb", entity="team"), tmp_path).start(CELL)
     assert (seen["mode"], seen["resume"], seen["entity"], seen["id"]) == ("online", "allow", "team", "cell-1")
     settings = seen["settings"]
-    assert {name: getattr(settings, name) for name in tracking._SETTINGS} == tracking._SETTINGS, "this wandb knows them all"
+    assert {name: getattr(settings, name) for name in wandb_runs.SETTINGS} == wandb_runs.SETTINGS, "this wandb knows them all"
 
 
 def test_values_are_plain():

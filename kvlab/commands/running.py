@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlab.commands.arguments import Add, add_own
@@ -87,9 +87,13 @@ def _run(options: argparse.Namespace) -> int:
     from kvlab.policies import import_modules
 
     import_modules(options.modules)
-    chosen = Options(options.force, options.dry_run, tuple(options.modules))
-    if not options.no_table:
-        chosen = replace(chosen, report=_report)
+
+    def report(cells: Sequence[Cell]) -> None:
+        if not options.no_table:
+            _report(cells)
+        _upload(cells)
+
+    chosen = Options(options.force, options.dry_run, tuple(options.modules), report)
     try:
         run_hydra(options.rest, lambda configs: run_sweep(configs, chosen), options.config_dir)
     except CellsFailed as failed:
@@ -103,10 +107,30 @@ def _report(cells: Sequence[Cell]) -> None:
     from kvlab.render import render
     from kvlab.tables import compare, stored_references
 
-    fulls = [path for cell in cells for path in cell.full_cache_results()]  # also those of earlier sweeps
-    found = list(dict.fromkeys([*fulls, *(cell.folder for cell in cells if (cell.folder / "result.json").exists())]))
-    if found:
+    if found := _results(cells):
         print(render(compare(found, stored_references()), "text"))
+
+
+def _results(cells: Sequence[Cell]) -> list[Path]:
+    """Folders with results of these cells, and of the full caches of earlier sweeps that they are compared with."""
+    fulls = [path for cell in cells for path in cell.full_cache_results()]
+    return list(dict.fromkeys([*fulls, *(cell.folder for cell in cells if (cell.folder / "result.json").exists())]))
+
+
+def _upload(cells: Sequence[Cell]) -> None:
+    """The dashboard's page to W&B, for each experiment that asks for it; what goes wrong there ends nothing."""
+    from kvlab.dashboard.upload import upload_dashboard
+
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        if cell.tracking.name == "wandb" and cell.tracking.figures:
+            groups.setdefault((cell.name, str(cell.output_dir), repr(cell.tracking)), []).append(cell)
+    for (name, folder, _), group in groups.items():
+        if found := _results(group):
+            try:
+                print(upload_dashboard(found, Path(folder, name, "dashboard.html"), group[0].tracking, Path(folder)))
+            except (ValueError, OSError) as error:
+                print(f"kvlab: no figures went to W&B: {error}", file=sys.stderr)
 
 
 def _reproduce(options: argparse.Namespace) -> int:

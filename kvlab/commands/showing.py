@@ -19,6 +19,7 @@ DASHBOARD_EXAMPLES = """examples:
   kvlab dashboard outputs/demo 'outputs/runs/*/passkey' --output demo.html
   kvlab dashboard --serve                  at http://127.0.0.1:8765/, with new results as they come and all samples
   kvlab dashboard --serve --port 0 --open no
+  kvlab dashboard outputs/demo --wandb     also to W&B, into the group of its cells
 """
 
 SCORE_EXAMPLES = """examples:
@@ -42,6 +43,7 @@ def register(add: Add) -> None:
     board.add_argument("--output", metavar="FILE", help="what to write (default: dashboard.html)")
     board.add_argument("--serve", action="store_true", help="serve it on this machine, with new results as they come")
     board.add_argument("--port", type=port, help="to serve at; 0: any that is free (default: 8765)")
+    board.add_argument("--wandb", action="store_true", help="upload it to W&B, where the cells are")
     board.add_argument("--open", choices=["yes", "no"], help="open it in a browser (default: yes with --serve, else no)")
 
     scoring = add("score", _score, "score a benchmark's own output files, without a model", SCORE_EXAMPLES)
@@ -70,14 +72,19 @@ def _dashboard(options: argparse.Namespace) -> int:
     from kvlab.dashboard import open_page, serve, write_dashboard
 
     if options.serve:
-        if options.output:
-            raise ValueError("--serve writes no file: leave out --output, or --serve")
+        if options.output or options.wandb:
+            raise ValueError("--serve writes no file: leave out --output and --wandb, or --serve")
         serve(options.where, 8765 if options.port is None else options.port, say, options.open != "no")
         return 0
     if options.port is not None:
         raise ValueError("--port goes with --serve: give both or neither")
     output = Path(options.output or "dashboard.html").expanduser()
-    print(write_dashboard(options.where, output))
+    if options.wandb:
+        from kvlab.dashboard.upload import upload_dashboard
+
+        print(upload_dashboard(options.where, output))
+    else:
+        print(write_dashboard(options.where, output))
     if options.open == "yes":
         open_page(output.absolute().as_uri())
     return 0

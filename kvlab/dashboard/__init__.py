@@ -11,11 +11,11 @@ from pathlib import Path
 
 from kvlab.dashboard.page import plotly_script, render_page
 from kvlab.dashboard.server import Server
-from kvlab.dashboard.store import Store
+from kvlab.dashboard.store import Plain, Store
 from kvlab.results import write_whole
 from kvlab.tables import Where, matching
 
-__all__ = ["Server", "Store", "open_page", "render_page", "serve", "write_dashboard"]
+__all__ = ["Server", "Store", "open_page", "render_page", "serve", "write_dashboard", "write_page"]
 
 
 WAIT_S = 1.0
@@ -27,6 +27,11 @@ def write_dashboard(where: Where, output: Path) -> str:
 
     Raises ValueError where there are no results, plotly isn't installed, or the file can't be written.
     """
+    return write_page(where, output)[0]
+
+
+def write_page(where: Where, output: Path) -> tuple[str, Plain]:
+    """As `write_dashboard`; also what the page shows."""
     folder = next(place for place in output.absolute().parents if place.exists())
     if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"--output={output} can't be written: give another file")
@@ -40,7 +45,7 @@ def write_dashboard(where: Where, output: Path) -> str:
         raise ValueError(f"--output={output} can't be written ({error.strerror}): give another file") from error
     cells, comparisons = len(data["cells"]), len(data["comparisons"])
     of = f"{cells} cell{'' if cells == 1 else 's'} in {comparisons} comparison{'' if comparisons == 1 else 's'}"
-    return f"{output}: {of}, {len(text.encode()) / 1e6:.1f} MB"
+    return f"{output}: {of}, {len(text.encode()) / 1e6:.1f} MB", data
 
 
 def serve(where: Where, port: int, show: Callable[[str], None], opens: bool = False) -> None:

@@ -45,7 +45,11 @@ function remember() {
   for (const key of ["search", "comparison", "cell"]) if (state[key]) kept.set(key, state[key]);
   if (state.measure !== "value") kept.set("measure", state.measure);
   for (const label of state.hidden) kept.append("without", label);
-  history.replaceState(null, "", `#?${kept}`);
+  try {
+    history.replaceState(null, "", `#?${kept}`);
+  } catch {
+    /* within another page, as on W&B, it may have no address of its own */
+  }
 }
 
 function recall() {
