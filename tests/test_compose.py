@@ -84,7 +84,7 @@ def leave_artefacts(folder, monkeypatch):
                 save(cls.calibrated, about | settings, {}, version=cls.calibrated_version)
 
 
-@pytest.mark.parametrize(("group", "name"), every_choice(), ids=lambda part: part[:40])
+@pytest.mark.parametrize(("group", "name"), list(every_choice()), ids=lambda part: part[:40])
 def test_every_choice_makes_a_cell(group, name, benchmarks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hello"}\n')
