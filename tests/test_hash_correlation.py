@@ -38,7 +38,7 @@ def test_another_cache_than_a_full_one_is_refused(tmp_path):
     run = [*RUN, f"task.data_dir={tmp_path}", f"output_dir={tmp_path}/out", "policy=knorm", "budget=ratio", "budget.ratio=0.5"]
     assert kvlab(*run) == 1
     (result,) = results(tmp_path / "out").values()
-    assert result["error"] == "task=hash_correlation looks at a full cache: use policy=full codec=none"
+    assert result["error"] == "task=hash_correlation looks at a full cache: use policy=full codec=none share=none"
 
 
 def test_bits():

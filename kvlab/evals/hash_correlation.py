@@ -54,12 +54,14 @@ class HashCorrelation(LmEval):
 
     def samples(self, tokenizer: Any) -> list[Sample]:
         """The first prompt of each document."""
-        return [Sample(doc.id, replace(doc.prompt, asks=False), fields=doc.fields) for doc in super().samples(tokenizer)]
+        docs = super().samples(tokenizer)
+        return [Sample(doc.id, replace(doc.prompt, asks=False), fields=doc.fields, where=doc.where) for doc in docs]
 
     def evaluate(self, reading: Reading, samples: Sequence[Sample], tokenizer: Any) -> list[Record]:
         """r of each prompt, which is read by itself. SettingError where the cell's cache isn't a full one."""
-        if reading.feed.cache.plan.policy.evicts or reading.feed.cache.plan.codec is not None:
-            raise SettingError("task=hash_correlation looks at a full cache: use policy=full codec=none")
+        plan = reading.feed.cache.plan
+        if plan.policy.evicts or plan.codec is not None or plan.sources:
+            raise SettingError("task=hash_correlation looks at a full cache: use policy=full codec=none share=none")
         model = reading.feed.model
         return [{"values": {"pearson_r": self._r(model, sample.prompt.ids)}} for sample in samples]
 
