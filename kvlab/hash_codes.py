@@ -16,6 +16,9 @@ from torch import Tensor
 from kvlab.policies.hashevict import projection
 from kvlab.shapes import Attention, Keys, Queries
 
+DRAWN = 64
+"""Bits of a projection that are drawn at least, so that shorter codes are the beginning of longer ones wherever they are used."""
+
 
 class HashSums:
     """Sums over the causal pairs of one layer of one text, whose queries come some at a time.
@@ -58,7 +61,8 @@ class HashSums:
 
     def _signs(self, vectors: Tensor, seed: int) -> Tensor:
         """Codes as 1 and -1: (..., head_dim) -> (..., bits) float32."""
-        matrix = projection(seed, self._layer, vectors.shape[-1], self.bits[-1], vectors.device)
+        longest = self.bits[-1]
+        matrix = projection(seed, self._layer, vectors.shape[-1], max(longest, DRAWN), vectors.device)[:, :longest]
         return (vectors.to(matrix.dtype) @ matrix > 0).to(matrix.dtype) * 2 - 1
 
 
