@@ -17,7 +17,7 @@ from kvlab.policies.hashevict import projection
 from kvlab.shapes import Attention, Keys, Queries
 
 DRAWN = 64
-"""Bits of a projection that are drawn at least, so that shorter codes are the beginning of longer ones wherever they are used."""
+"""Bits of a projection that are drawn at least, so that shorter codes are the beginning of longer ones everywhere."""
 
 
 class HashSums:
