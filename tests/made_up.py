@@ -77,6 +77,12 @@ def last_words(folder):
     lines(folder / "lambada/lambada_test.jsonl", [{"text": f"Ann has {k} cups and Bea has a cup"} for k in range(12)])
 
 
+def sums(folder):
+    """GSM8K's questions."""
+    rows = [{"question": f"Ann has {k} cups and buys 1. How many?", "answer": f"{k} + 1\n#### {k + 1}"} for k in range(12)]
+    lines(folder / "gsm8k/test.jsonl", rows)
+
+
 def everything(folder):
     """A data folder for every config in conf/."""
     longbench(folder)
@@ -84,3 +90,4 @@ def everything(folder):
     instructions(folder)
     summaries(folder)
     last_words(folder)
+    sums(folder)

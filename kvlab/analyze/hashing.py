@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 
-from kvlab.analyze.base import Analysis, Chunk, zeros
-from kvlab.policies.hashevict import projection
+from kvlab.analyze.base import Analysis, Chunk
+from kvlab.hash_codes import HashSums
 from kvlab.shapes import Step
 
 BITS = (4, 8, 16, 24, 32, 48, 64)
@@ -20,11 +17,7 @@ SEEDS = 3
 
 
 class Hashing(Analysis):
-    """Pearson's r between attention of a query head to a key and the bits that their codes share, over all causal pairs.
-
-    Codes are signs under the policy's Gaussian projection. The bits that two codes share (their length minus the Hamming
-    distance) are half of their length and of the inner product of their signs, so r is that of the inner product.
-    """
+    """Pearson's r between attention of a query head to a key and the bits that their codes share, over all causal pairs."""
 
     title = "Hash codes: correlation of attention with the bits that the codes of query and key share"
     meaning = (
@@ -36,35 +29,18 @@ class Hashing(Analysis):
         self._rows: list[dict[str, float]] = []
 
     def begin(self, step: Step, text: Tensor) -> None:
-        """Codes of all keys; sums of nothing."""
-        self._keys = [_signs(step.keys, step.layer_idx, seed) for seed in range(SEEDS)]
-        heads = step.queries.shape[1:3]
-        self._alone = zeros(step.keys, 3, *heads)  # pairs, attention, its squares
-        self._with = zeros(step.keys, SEEDS, len(BITS), 3, *heads)  # inner products, their squares, those with attention
+        """Sums of nothing."""
+        self._sums = HashSums(step.keys, step.layer_idx, step.queries.shape[2], BITS, SEEDS)
 
     def see(self, chunk: Chunk) -> None:
-        """Add up these queries' pairs; all lengths of codes grow out of each other."""
-        attention, mask = chunk.attention, chunk.visible.to(chunk.attention.dtype)
-        self._alone += torch.stack([_sum(mask.expand_as(attention)), _sum(attention), _sum(attention * attention)])
-        for seed, keys in enumerate(self._keys):
-            queries = _signs(chunk.queries, chunk.step.layer_idx, seed).flatten(2, 3)
-            inner = torch.zeros_like(attention)
-            for number, (start, end) in enumerate(pairwise((0, *BITS))):
-                more = queries[..., start:end] @ keys[..., start:end].mT
-                inner += more.view_as(attention) * mask
-                self._with[seed, number] += torch.stack([_sum(inner), _sum(inner * inner), _sum(inner * attention)])
+        """Add up these queries' pairs."""
+        self._sums.add(chunk.queries, chunk.attention, chunk.visible)
 
     def end(self, step: Step) -> None:
         """Correlations of the layer."""
-        pairs, attention, squares = self._alone.cpu().numpy()
-        inner, inner_squares, both = np.moveaxis(self._with.cpu().numpy(), 2, 0)
-        above = pairs * both - inner * attention
-        below = (pairs * inner_squares - inner**2) * (pairs * squares - attention**2)
-        r = np.where(below > 0, above / np.sqrt(np.maximum(below, 1e-300)), 0.0)  # 0 where codes or attention don't vary
-        for seed in range(SEEDS):
-            for number, bits in enumerate(BITS):
-                row = {"bits": bits, "seed": seed, "layer": step.layer_idx}
-                self._rows.append({**row, "r": float(r[seed, number].mean())})
+        for seed, row in enumerate(self._sums.r()):
+            about = {"seed": seed, "layer": step.layer_idx}
+            self._rows += [{"bits": bits, **about, "r": float(r)} for bits, r in zip(BITS, row, strict=True)]
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """bits, seed, layer, r: mean over query heads and texts."""
@@ -91,14 +67,3 @@ class Hashing(Analysis):
         axis.set(xlabel="bits of a code", ylabel="Pearson's r of attention and shared bits", xticks=BITS)
         axis.grid(alpha=0.3)
         axis.legend(loc="upper left")
-
-
-def _signs(vectors: Tensor, layer_idx: int, seed: int) -> Tensor:
-    """Codes as 1 and -1: (..., head_dim) -> (..., bits) float32."""
-    matrix = projection(seed, layer_idx, vectors.shape[-1], max(BITS), vectors.device)
-    return (vectors.to(matrix.dtype) @ matrix > 0).to(matrix.dtype) * 2 - 1
-
-
-def _sum(pairs: Tensor) -> Tensor:
-    """Over queries and keys: (1, kv_heads, group, queries, slots) -> (kv_heads, group) float64."""
-    return pairs.sum((-2, -1), dtype=torch.float64)[0]

@@ -10,11 +10,11 @@ from typing import Any
 from kvlab.cells import Cell
 from kvlab.launcher import plain
 from kvlab.metrics import Z95, Difference, at_chance, compare_records
+from kvlab.reproduce.measures import measured
 from kvlab.reproduce.order import Order, order_of
 from kvlab.reproduce.plan import Planned
 from kvlab.reproduce.published import PaperTable, Published, Scale
-from kvlab.settings import SettingError
-from kvlab.tables import FEW, StoredCell, error_of, having, read_cells, samples_of
+from kvlab.tables import FEW, StoredCell, error_of, read_cells
 
 Key = tuple[str, str, str]
 """The paper's model, task and method."""
@@ -87,19 +87,14 @@ class _Group:
         self.ok = {method: cell for method, cell in cells.items() if cell is not None and cell.ok}
         first = next(iter(self.ok.values()), None)
         self.metric = scale.metrics.get(task) or (str(first.result["main_metric"]) if first else "")
-        for cell in self.ok.values():
-            if not cell.metric(self.metric):
-                known = ", ".join(cell.result.get("metrics") or {})
-                raise SettingError(f"metrics: {cell.path} has no {self.metric!r} for {task}; it has {known}")
-        self.samples = {
-            method: having(cell.metric(self.metric), samples_of(cell, warnings)) for method, cell in self.ok.items()
-        }
+        found = {method: measured(cell, self.metric, task, warnings) for method, cell in self.ok.items()}
+        self.numbers = {method: number for method, (number, _) in found.items()}
+        self.samples = {method: samples for method, (_, samples) in found.items()}
         self._found: dict[tuple[str, str], Difference | None] = {}
 
     def number(self, method: str) -> Mapping[str, Any]:
         """The metric, or nothing where the cell isn't there or failed."""
-        cell = self.ok.get(method)
-        return cell.metric(self.metric) if cell else {}
+        return self.numbers.get(method, {})
 
     @property
     def means(self) -> dict[str, float]:
@@ -154,12 +149,12 @@ def _times(found: Difference, factor: int | float) -> Difference:
 def _beside(table: PaperTable, scale: Scale, planned: Planned, theirs: Published | None, mine: _Group) -> Beside:
     method = planned.method
     number, cell = mine.number(method), mine.cells.get(method)
-    full = table.their_full(theirs) if theirs else None
+    their_value, full = (theirs.value, table.their_full(theirs)) if theirs else (None, None)
     row = Beside(
         published=theirs,
         planned=planned,
         metric=mine.metric,
-        their_change=theirs.value - full if theirs and full is not None and method != table.full else None,
+        their_change=None if their_value is None or full is None or method == table.full else their_value - full,
         value=number["value"] * mine.times if number else None,
         stderr=number["stderr"] * mine.times if number.get("stderr") is not None else None,
         n=number.get("n"),
@@ -177,6 +172,8 @@ def _words(table: PaperTable, scale: Scale, row: Beside, full: float | None, bas
     assert row.value is not None
     if row.published is None:
         return "not in the paper"
+    if row.published.value is None:
+        return "no published number"
     if scale.compares == "values":
         return _from_theirs(row.value - row.published.value, row.stderr, table.better)
     if row.planned.method == table.full:

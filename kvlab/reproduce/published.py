@@ -23,7 +23,7 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Published:
-    """One number of a paper, and where it stands."""
+    """One number of a paper, and where it stands; value: None where that place has none that can be read."""
 
     table: str
     model: str
@@ -31,7 +31,7 @@ class Published:
     metric: str
     method: str
     budget: str
-    value: float
+    value: float | None
     source: str
 
 
@@ -44,7 +44,7 @@ class Scale:
     compares  values: the same model, data and measure; changes: the same measure, so losses against the full cache compare;
               order: another measure, so only the order of methods does
     run       settings that all cells have
-    metrics   ours by the paper's task, where it isn't the main metric
+    metrics   ours by the paper's task, where it isn't the main metric; `compression`: a full cache's bytes over those held
     times     by the paper's task, what ours are multiplied by to be in the paper's unit (1 where nothing is said)
     differs   in what ours differ from the paper's, in words; cost: what running them takes; needs: what must be done before
     """
@@ -66,7 +66,7 @@ class Scale:
 class PaperTable:
     """A table of a paper.
 
-    full    the method that has the full cache
+    full    the method that has the full cache, or what else the others are compared with
     better  "higher" or "lower", of the paper's numbers
     tie     numbers of the paper that differ by no more count as equal, since papers give no errors
     doubts  what a reader must know of the paper's numbers
@@ -95,6 +95,11 @@ class PaperTable:
         return [
             row for row in self.rows if row.model in scale.models and row.task in scale.tasks and row.method in scale.methods
         ]
+
+    @property
+    def numbers(self) -> int:
+        """How many rows have a number."""
+        return len([row for row in self.rows if row.value is not None])
 
     def their_full(self, row: Published) -> float | None:
         """What the full cache has in a number's model and task, if that is published."""
@@ -153,9 +158,12 @@ def _rows(path: Path, table: str) -> tuple[Published, ...]:
         for number, row in enumerate(reader, 2):
             if row["table"] != table:
                 continue
-            if not (_number(row["value"]) and row["source"] and row["method"]):
-                raise SettingError(f"{path}:{number}: a number needs a method, a value and its place in the paper (source)")
-            found.append(Published(**{**row, "value": float(row["value"])}))  # type: ignore[arg-type]
+            if not ((row["value"] == "" or _number(row["value"])) and row["source"] and row["method"]):
+                raise SettingError(
+                    f"{path}:{number}: a number needs a method, a value (nothing where it can't be read) and its place in the "
+                    "paper (source)"
+                )
+            found.append(Published(**{**row, "value": float(row["value"]) if row["value"] else None}))  # type: ignore[arg-type]
     return tuple(found)
 
 
