@@ -68,6 +68,7 @@ examples:
   kvlab reproduce h2o/table2 scale=paper --dry-run
   kvlab reproduce h2o/table2 scale=paper runtime.batch_size=4 launcher=slurm launcher.gpus=1
   kvlab reproduce decoquant/table2 --format latex > decoquant.tex
+  kvlab reproduce decoquant/table2 --save experiments/decoquant
 """
 
 DASHBOARD_EXAMPLES = """examples:
@@ -199,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     papers.add_argument("--list", action="store_true", help="which tables there are")
     papers.add_argument("--dry-run", action="store_true", help="show the cells and their commands; load nothing")
     papers.add_argument("--force", action="store_true", help="run finished cells again")
+    papers.add_argument("--save", metavar="DIR", type=Path, help="also write CSV, Markdown, LaTeX and a picture to this folder")
     papers.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
 
     board = add("dashboard", _dashboard, "show results in a browser: one HTML page that needs no network", DASHBOARD_EXAMPLES)
@@ -353,14 +355,14 @@ def _reproduce(options: argparse.Namespace) -> int:
     if wrong := next((argument for argument in options.rest if argument.startswith("-")), None):
         raise ValueError(f"{wrong}: there is no such option; `kvlab reproduce --help` lists them, settings are KEY=VALUE")
     if options.list:
-        if options.table or options.rest:
+        if options.table or options.rest or options.save:
             raise ValueError("--list shows all tables: leave out the rest")
         print(list_tables(fmt))
         return 0
     if options.table is None:
         raise ValueError("which table? `kvlab reproduce --list` shows them")
     try:
-        reproduce(options.table, options.rest, Options(options.force, options.dry_run), fmt, print)
+        reproduce(options.table, options.rest, Options(options.force, options.dry_run), fmt, print, into=options.save)
     except CellsFailed as failed:
         print(f"kvlab: {failed}", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 import made_up
 from kvlab.cells import GROUPS, Cell
@@ -21,9 +22,11 @@ from kvlab.metrics import Difference, make_metric
 from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
 from kvlab.reproduce.order import order_of
+from kvlab.reproduce.picture import draw
 from kvlab.reproduce.plan import planned_lines
 from kvlab.reproduce.published import EXPECTED, table_names
 from kvlab.reproduce.report import render_reproduction
+from kvlab.reproduce.save import check_place, save
 from kvlab.settings import SettingError
 from running import TINY, kvlab
 
@@ -219,6 +222,43 @@ class TestJoin:
         assert rows[2]["order"] == "agrees: 2 of 2" and float(rows[2]["change_high"]) < 0
 
 
+class TestSave:
+    def test_tables_share_a_file_and_have_their_picture(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, compares="order")
+        other = dataclasses.replace(found, table=dataclasses.replace(found.table, name="p/a"))
+        folder = tmp_path / "saved"
+        save(other, folder)
+        first = save(found, folder)
+        assert [path.name for path in first] == ["result.csv", "t.md", "t.tex", "t.png"]
+        assert "agrees: 2 of 2" in (folder / "t.md").read_text() and r"\begin{tabular}" in (folder / "t.tex").read_text()
+        before = (folder / "result.csv").read_text()
+        rows = list(csv.DictReader(io.StringIO(before)))
+        assert [row["table"] for row in rows] == ["p/a"] * 3 + ["p/t"] * 3 and "path" not in rows[0]
+        assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+        save(found, folder)
+        assert (folder / "result.csv").read_text() == before
+        changed = dataclasses.replace(found, rows=found.rows[:1])
+        save(changed, folder)
+        assert len((folder / "result.csv").read_text().splitlines()) == 1 + 3 + 1
+
+    def test_better_is_right_and_both_zeros_are_one(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, compares="order")
+        figure = Figure()
+        draw(dataclasses.replace(found, table=dataclasses.replace(found.table, better="lower")), figure)
+        ours, theirs = figure.axes
+        assert [label.get_text() for label in ours.get_yticklabels()] == ["good", "bad"]
+        assert list(theirs.lines[0].get_xdata()) == [-1, -30]
+        assert ours.get_xlim()[0] < ours.get_xlim()[1] and theirs.get_xlim()[0] > theirs.get_xlim()[1]
+        zeros = [axis.transData.transform((0, 0))[0] for axis in (ours, theirs)]
+        assert zeros[0] == pytest.approx(zeros[1])
+
+
+def test_a_folder_with_another_result_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "result.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SettingError, match="isn't of `kvlab reproduce`: give another folder"):
+        check_place(tmp_path)
+
+
 def test_orders_of_lower_is_better_and_ties():
     def difference(a, b):
         return Difference(ours[b] - ours[a], *((-1.0, 1.0) if {a, b} == {"x", "y"} else (2.0, 3.0)), 50)
@@ -237,9 +277,10 @@ def test_a_run_and_its_table(tmp_path, monkeypatch, capsys):
     assert main(["reproduce", "p/t", "--format", "md"]) == 0
     first = capsys.readouterr().out
     assert "| big | quiz | bad | 0.2 | 50.00 |" in first and "4 samples of quiz" in first
-    assert main(["reproduce", "p/t", "--format", "md"]) == 0
+    assert main(["reproduce", "p/t", "--format", "md", "--save", "kept"]) == 0
     again = capsys.readouterr()
     assert again.out == first and "3 of 3 cells finished before" in again.err
+    assert "files: kept/result.csv, kept/t.md" in again.err and Path("kept/t.md").read_text() == first
 
 
 WRONG = {
@@ -250,6 +291,7 @@ WRONG = {
     "no setting": (["kivi/axes", "cpu"], "cpu: settings are KEY=VALUE"),
     "a sweep": (["kivi/axes", "seed=1,2"], "2 cells where one is wanted"),
     "option": (["kivi/axes", "--dry"], "--dry: there is no such option"),
+    "saving a plan": (["kivi/axes", "--dry-run", "--save", "x"], "--save has nothing to write with --dry-run"),
     "list of one": (["kivi/axes", "--list"], "leave out the rest"),
 }
 

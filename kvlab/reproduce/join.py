@@ -25,7 +25,7 @@ class Beside:
     """A number of the paper beside ours; what is not known is None.
 
     their_change  the number minus the full cache's
-    value, stderr, n  ours, in the paper's unit; change: minus our full cache's, paired
+    value, stderr, n  ours, in the paper's unit; change: minus our full cache's, paired; better: "higher" or "lower"
     words         how far ours is from theirs
     """
 
@@ -37,6 +37,7 @@ class Beside:
     stderr: float | None
     n: int | None
     change: Difference | None
+    better: str | None
     words: str
     path: str
 
@@ -164,6 +165,7 @@ def _beside(table: PaperTable, scale: Scale, planned: Planned, theirs: Published
         stderr=number["stderr"] * mine.times if number.get("stderr") is not None else None,
         n=number.get("n"),
         change=mine.difference(method, table.full) if method != table.full else None,
+        better=number.get("better"),
         words="",
         path=str(cell.path) if cell else "",
     )
