@@ -21,6 +21,7 @@ from kvlab.launcher import plain
 from kvlab.metrics import Difference, make_metric
 from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
+from kvlab.reproduce.measures import SPEED_WARNING
 from kvlab.reproduce.order import order_of
 from kvlab.reproduce.picture import draw
 from kvlab.reproduce.plan import planned_lines
@@ -38,6 +39,9 @@ FITS_TINY = {
     "think/ruler": ["task.lengths=[600]"],  # its tokenizer makes more tokens of a chain
     "h2o/table2": ["task.num_fewshot=1"],  # made-up data has few rows
     "h2o/table6": ["task.num_fewshot=1"],
+    "h2o/table1": ["task.num_fewshot=1"],
+    "h2o/table9": ["task.num_fewshot=1"],
+    "h2o/table10": ["task.num_fewshot=1"],
 }
 ROWS = """table,model,task,metric,method,budget,value,source
 t,big,quiz,acc,full,1.0,80,Table 1
@@ -69,7 +73,7 @@ def described(folder, rows=ROWS, **changes):
     return folder
 
 
-def answered(config, shares, seed=0, n=200):
+def answered(config, shares, seed=0, n=200, speed=None):
     """A made-up result of a cell, of which so many are right; those that are right stay so as the share grows."""
     cell = Cell.of(plain(config))
     hard = random.Random(seed).sample(range(n), n)
@@ -83,7 +87,8 @@ def answered(config, shares, seed=0, n=200):
         "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
         "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
     }
-    result = {"schema": 1, "status": "ok", **cell.summary(), "metrics": found, "main_metric": "acc", "memory": {}, "speed": {}}
+    result = {"schema": 1, "status": "ok", **cell.summary(), "metrics": found, "main_metric": "acc", "memory": {}}
+    result["speed"] = {"decode_tokens_per_s": speed}
     cell.folder.mkdir(parents=True, exist_ok=True)
     (cell.folder / "result.json").write_text(json.dumps(result))
     (cell.folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -227,6 +232,19 @@ class TestJoin:
         assert found.orders[0].verdict == "no order: no published numbers"
         text = render_reproduction(found, "md")
         assert "| big | quiz | bad | 0.2 | – | 40.0 ± 3.5 | – |" in text and "published: Figure 3: curves" in text
+
+    def test_speeds_that_differ_by_little_are_noise(self, tmp_path, monkeypatch):
+        speeds = {"full": 10.0, "h2o": 10.9, "streaming_llm": 25.0}
+        monkeypatch.chdir(tmp_path)
+        for cell in planned():
+            answered(cell.config, dict.fromkeys(speeds, 0.8), speed=speeds[cell.config.policy.name])
+        table = find_table("p/t", described(tmp_path, metrics={"quiz": "decode_tokens_per_s"}, times={}))
+        found = join(table, table.scale("cpu"), planned())
+        assert [row.value for row in found.rows] == [10.0, 10.9, 25.0] and found.rows[0].n is None
+        assert found.rows[1].words == "keeps within noise, as published"
+        assert found.rows[2].change[:3] == pytest.approx((15.0, 12.5, 17.5))
+        assert found.rows[2].words == "published: loses; here: gains" and found.warnings == [SPEED_WARNING]
+        assert "reversed" in found.orders[0].verdict and "–" not in render_reproduction(found, "csv")
 
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
         with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression"):

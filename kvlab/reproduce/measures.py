@@ -12,7 +12,12 @@ from kvlab.tables import Samples, StoredCell, having, samples_of
 COMPRESSION = "compression"
 """Bytes of a full cache over the bytes held, the mean over samples: scales, codes and what else is billed included."""
 
-SPEEDS = {"decode_tokens_per_s": "higher", "prefill_tokens_per_s": "higher", "prefill_s": "lower", "policy_ms_per_step": "lower"}
+SPEEDS = {
+    "decode_tokens_per_s": "higher",
+    "prefill_tokens_per_s": "higher",
+    "prefill_s": "lower",
+    "policy_ms_per_step": "lower",
+}
 """Of a cell's `speed`, and what is better. One probe or one pass: they have no samples."""
 SPEED_NOISE = 0.1
 """What stands for a speed's interval, as a share of the larger of the two: a convention, since nothing measures it."""
