@@ -32,6 +32,7 @@ NEEDED = {
     ("experiment", "decoquant/table2_paper"): ["task.tasks=[lambada_openai]"],
     ("experiment", "h2o/xsum_paper"): ["task.hub=false", "task.max_train_instances=0"],
     ("experiment", "kivi/axes_paper"): ["task.tasks=[copa]"],
+    ("experiment", "kivi/longbench_paper"): ["task.tasks=[trec]"],
     ("experiment", "kvsharer/perplexity_paper"): ["task.dataset=null"],
 }
 

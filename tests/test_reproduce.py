@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 import made_up
 from kvlab.cells import Cell
@@ -21,10 +22,13 @@ from kvlab.metrics import Difference, make_metric
 from kvlab.parts import GROUPS
 from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
+from kvlab.reproduce.measures import SPEED_WARNING
 from kvlab.reproduce.order import order_of
+from kvlab.reproduce.picture import draw
 from kvlab.reproduce.plan import planned_lines
 from kvlab.reproduce.published import EXPECTED, table_names
 from kvlab.reproduce.report import render_reproduction
+from kvlab.reproduce.save import check_place, save
 from kvlab.settings import SettingError
 from running import TINY, kvlab
 
@@ -37,6 +41,9 @@ FITS_TINY = {
     "think/ruler": ["task.lengths=[600]"],  # its tokenizer makes more tokens of a chain
     "h2o/table2": ["task.num_fewshot=1"],  # made-up data has few rows
     "h2o/table6": ["task.num_fewshot=1"],
+    "h2o/table1": ["task.num_fewshot=1"],
+    "h2o/table9": ["task.num_fewshot=1"],
+    "h2o/table10": ["task.num_fewshot=1"],
 }
 ROWS = """table,model,task,metric,method,budget,value,source
 t,big,quiz,acc,full,1.0,80,Table 1
@@ -68,7 +75,7 @@ def described(folder, rows=ROWS, **changes):
     return folder
 
 
-def answered(config, shares, seed=0, n=200):
+def answered(config, shares, seed=0, n=200, speed=None):
     """A made-up result of a cell, of which so many are right; those that are right stay so as the share grows."""
     cell = Cell.of(plain(config))
     hard = random.Random(seed).sample(range(n), n)
@@ -82,7 +89,8 @@ def answered(config, shares, seed=0, n=200):
         "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
         "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
     }
-    result = {"schema": 1, "status": "ok", **cell.summary(), "metrics": found, "main_metric": "acc", "memory": {}, "speed": {}}
+    result = {"schema": 1, "status": "ok", **cell.summary(), "metrics": found, "main_metric": "acc", "memory": {}}
+    result["speed"] = {"decode_tokens_per_s": speed}
     cell.folder.mkdir(parents=True, exist_ok=True)
     (cell.folder / "result.json").write_text(json.dumps(result))
     (cell.folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -238,6 +246,19 @@ class TestJoin:
         text = render_reproduction(found, "md")
         assert "| big | quiz | bad | 0.2 | – | 40.0 ± 3.5 | – |" in text and "published: Figure 3: curves" in text
 
+    def test_speeds_that_differ_by_little_are_noise(self, tmp_path, monkeypatch):
+        speeds = {"full": 10.0, "h2o": 10.9, "streaming_llm": 25.0}
+        monkeypatch.chdir(tmp_path)
+        for cell in planned():
+            answered(cell.config, dict.fromkeys(speeds, 0.8), speed=speeds[cell.config.policy.name])
+        table = find_table("p/t", described(tmp_path, metrics={"quiz": "decode_tokens_per_s"}, times={}))
+        found = join(table, table.scale("cpu"), planned())
+        assert [row.value for row in found.rows] == [10.0, 10.9, 25.0] and found.rows[0].n is None
+        assert found.rows[1].words == "keeps within noise, as published"
+        assert found.rows[2].change[:3] == pytest.approx((15.0, 12.5, 17.5))
+        assert found.rows[2].words == "published: loses; here: gains" and found.warnings == [SPEED_WARNING]
+        assert "reversed" in found.orders[0].verdict and "–" not in render_reproduction(found, "csv")
+
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
         with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression"):
             joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
@@ -250,6 +271,43 @@ class TestJoin:
         rows = list(csv.DictReader(io.StringIO(render_reproduction(found, "csv"))))
         assert [float(row["published"]) for row in rows] == [80, 79, 50]
         assert rows[2]["order"] == "agrees: 2 of 2" and float(rows[2]["change_high"]) < 0
+
+
+class TestSave:
+    def test_tables_share_a_file_and_have_their_picture(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, compares="order")
+        other = dataclasses.replace(found, table=dataclasses.replace(found.table, name="p/a"))
+        folder = tmp_path / "saved"
+        save(other, folder)
+        first = save(found, folder)
+        assert [path.name for path in first] == ["result.csv", "t.md", "t.tex", "t.png"]
+        assert "agrees: 2 of 2" in (folder / "t.md").read_text() and r"\begin{tabular}" in (folder / "t.tex").read_text()
+        before = (folder / "result.csv").read_text()
+        rows = list(csv.DictReader(io.StringIO(before)))
+        assert [row["table"] for row in rows] == ["p/a"] * 3 + ["p/t"] * 3 and "path" not in rows[0]
+        assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+        save(found, folder)
+        assert (folder / "result.csv").read_text() == before
+        changed = dataclasses.replace(found, rows=found.rows[:1])
+        save(changed, folder)
+        assert len((folder / "result.csv").read_text().splitlines()) == 1 + 3 + 1
+
+    def test_better_is_right_and_both_zeros_are_one(self, tmp_path, monkeypatch):
+        found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, compares="order")
+        figure = Figure()
+        draw(dataclasses.replace(found, table=dataclasses.replace(found.table, better="lower")), figure)
+        ours, theirs = figure.axes
+        assert [label.get_text() for label in ours.get_yticklabels()] == ["good", "bad"]
+        assert list(theirs.lines[0].get_xdata()) == [-1, -30]
+        assert ours.get_xlim()[0] < ours.get_xlim()[1] and theirs.get_xlim()[0] > theirs.get_xlim()[1]
+        zeros = [axis.transData.transform((0, 0))[0] for axis in (ours, theirs)]
+        assert zeros[0] == pytest.approx(zeros[1])
+
+
+def test_a_folder_with_another_result_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "result.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SettingError, match="isn't of `kvlab reproduce`: give another folder"):
+        check_place(tmp_path)
 
 
 def test_orders_of_lower_is_better_and_ties():
@@ -270,9 +328,10 @@ def test_a_run_and_its_table(tmp_path, monkeypatch, capsys):
     assert main(["reproduce", "p/t", "--format", "md"]) == 0
     first = capsys.readouterr().out
     assert "| big | quiz | bad | 0.2 | 50.00 |" in first and "4 samples of quiz" in first
-    assert main(["reproduce", "p/t", "--format", "md"]) == 0
+    assert main(["reproduce", "p/t", "--format", "md", "--save", "kept"]) == 0
     again = capsys.readouterr()
     assert again.out == first and "3 of 3 cells finished before" in again.err
+    assert "files: kept/result.csv, kept/t.md" in again.err and Path("kept/t.md").read_text() == first
 
 
 WRONG = {
@@ -283,6 +342,7 @@ WRONG = {
     "no setting": (["kivi/axes", "cpu"], "cpu: settings are KEY=VALUE"),
     "a sweep": (["kivi/axes", "seed=1,2"], "2 cells where one is wanted"),
     "option": (["kivi/axes", "--dry"], "--dry: there is no such option"),
+    "saving a plan": (["kivi/axes", "--dry-run", "--save", "x"], "--save has nothing to write with --dry-run"),
     "list of one": (["kivi/axes", "--list"], "leave out the rest"),
 }
 

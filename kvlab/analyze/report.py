@@ -21,11 +21,11 @@ WIDTH = 120
 NO_PICTURES = "pictures need matplotlib, which isn't installed: pip install 'kvlab[plots]'"
 
 
-def check_writable(folder: Path) -> None:
-    """Raises ValueError for a folder that can't be made or written. Makes nothing."""
+def check_writable(folder: Path, option: str = "--output") -> None:
+    """Raises ValueError, which names the option, for a folder that can't be made or written. Makes nothing."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"--output={folder} can't be written: give another folder")
+        raise ValueError(f"{option}={folder} can't be written: give another folder")
 
 
 def can_draw() -> bool:

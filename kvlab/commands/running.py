@@ -45,6 +45,7 @@ examples:
   kvlab reproduce h2o/table2 scale=paper --dry-run
   kvlab reproduce h2o/table2 scale=paper runtime.device=cuda launcher=slurm launcher.gpus=1
   kvlab reproduce decoquant/table2 --format latex > decoquant.tex
+  kvlab reproduce decoquant/table2 --save experiments/decoquant
 """
 
 LM_EVAL_EXAMPLES = """--model_args are settings of `kvlab run`: model, policy, budget.ratio (or ratio), protocol ...
@@ -74,6 +75,7 @@ def register(add: Add) -> None:
     papers.add_argument("--list", action="store_true", help="which tables there are")
     papers.add_argument("--dry-run", action="store_true", help="show the cells and their commands; load nothing")
     papers.add_argument("--force", action="store_true", help="run finished cells again")
+    papers.add_argument("--save", metavar="DIR", type=Path, help="also write CSV, Markdown, LaTeX and a picture to this folder")
     papers.add_argument("--format", default="text", choices=["text", "md", "markdown", "csv", "latex"], help="(default: text)")
 
     harness = add("lm_eval", _lm_eval, "run lm-eval-harness with kvlab as a model", LM_EVAL_EXAMPLES)
@@ -141,14 +143,14 @@ def _reproduce(options: argparse.Namespace) -> int:
     if wrong := next((argument for argument in options.rest if argument.startswith("-")), None):
         raise ValueError(f"{wrong}: there is no such option; `kvlab reproduce --help` lists them, settings are KEY=VALUE")
     if options.list:
-        if options.table or options.rest:
+        if options.table or options.rest or options.save:
             raise ValueError("--list shows all tables: leave out the rest")
         print(list_tables(fmt))
         return 0
     if options.table is None:
         raise ValueError("which table? `kvlab reproduce --list` shows them")
     try:
-        reproduce(options.table, options.rest, Options(options.force, options.dry_run), fmt, print)
+        reproduce(options.table, options.rest, Options(options.force, options.dry_run), fmt, print, into=options.save)
     except CellsFailed as failed:
         print(f"kvlab: {failed}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from typing import Any
 from kvlab.cells import Cell
 from kvlab.launcher import plain
 from kvlab.metrics import Z95, Difference, at_chance, compare_records
-from kvlab.reproduce.measures import measured
+from kvlab.reproduce.measures import SPEEDS, faster, measured
 from kvlab.reproduce.order import Order, order_of
 from kvlab.reproduce.plan import Planned
 from kvlab.reproduce.published import PaperTable, Published, Scale
@@ -25,7 +25,7 @@ class Beside:
     """A number of the paper beside ours; what is not known is None.
 
     their_change  the number minus the full cache's
-    value, stderr, n  ours, in the paper's unit; change: minus our full cache's, paired
+    value, stderr, n  ours, in the paper's unit; change: minus our full cache's, paired; better: "higher" or "lower"
     words         how far ours is from theirs
     """
 
@@ -37,6 +37,7 @@ class Beside:
     stderr: float | None
     n: int | None
     change: Difference | None
+    better: str | None
     words: str
     path: str
 
@@ -111,6 +112,8 @@ class _Group:
     def _difference(self, method: str, base: str) -> Difference | None:
         if method not in self.ok or base not in self.ok:
             return None
+        if self.metric in SPEEDS:
+            return _times(faster(self.number(method)["value"], self.number(base)["value"]), self.times)
         ours, others = self.samples[method], self.samples[base]
         ids = [key for key in others if key in ours]
         try:
@@ -123,7 +126,7 @@ class _Group:
     def doubts(self, full: str, task: str) -> bool:
         """Warn of a full cache that guesses, and of few samples; whether the measure itself is at chance."""
         cell, number = self.ok.get(full), self.number(full)
-        if number and number["n"] < FEW:
+        if number.get("n", FEW) < FEW:
             self.warnings.append(
                 f"{number['n']} samples of {task}: intervals of fewer than {FEW} are too narrow to be believed"
             )
@@ -159,6 +162,7 @@ def _beside(table: PaperTable, scale: Scale, planned: Planned, theirs: Published
         stderr=number["stderr"] * mine.times if number.get("stderr") is not None else None,
         n=number.get("n"),
         change=mine.difference(method, table.full) if method != table.full else None,
+        better=number.get("better"),
         words="",
         path=str(cell.path) if cell else "",
     )

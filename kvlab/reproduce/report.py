@@ -21,9 +21,14 @@ UNTOLD = "order: ≈ where the paper's numbers differ by no more than {tie:g}, o
 def render_reproduction(found: Reproduction, fmt: str) -> str:
     """Ours beside theirs, and the order of methods: "text", "md" or "latex"; "csv" is one table with raw numbers."""
     if fmt == "csv":
-        orders = {(order.model, order.task): order for order in found.orders}
-        return csv_text([_record(found, row, orders[row.planned.key[:2]]) for row in found.rows])
+        return csv_text(records(found))
     return sheets_text([_numbers(found), _orders(found)], fmt)
+
+
+def records(found: Reproduction) -> list[dict[str, Any]]:
+    """A row for each number, with the verdict on its order."""
+    orders = {(order.model, order.task): order for order in found.orders}
+    return [_record(found, row, orders[row.planned.key[:2]]) for row in found.rows]
 
 
 def index(tables: Sequence[PaperTable], fmt: str) -> str:
