@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 import tempfile
 import tomllib
 from functools import cache
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 import made_up
 from kvlab.cells import GROUPS, Cell
@@ -21,7 +23,7 @@ from kvlab.metrics import Difference, make_metric
 from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
 from kvlab.reproduce.order import order_of
-from kvlab.reproduce.plan import planned_lines
+from kvlab.reproduce.outlook import cache_text, planned_lines, weights_text
 from kvlab.reproduce.published import EXPECTED, table_names
 from kvlab.reproduce.report import render_reproduction
 from kvlab.settings import SettingError
@@ -102,14 +104,25 @@ def joined(tmp_path, monkeypatch, shares, **changes):
     return join(table, table.scale("cpu"), cells)
 
 
+def one_cell(table, scale):
+    """The last model, task and method of a scale."""
+    last = {part: dict([list(getattr(scale, part).items())[-1]]) for part in ("models", "tasks", "methods")}
+    (cell,) = plan(table, dataclasses.replace(scale, **last))
+    return cell
+
+
 class TestDescriptions:
     @pytest.mark.parametrize(("name", "scale"), SCALES)
-    def test_one_cell_of_every_scale_composes(self, name, scale):
+    def test_one_cell_of_every_scale_composes_and_its_plan_says_what_it_takes(self, name, scale):
         table = find_table(name, experiments_dir())
         whole = table.scale(scale)
-        last = {part: dict([list(getattr(whole, part).items())[-1]]) for part in ("models", "tasks", "methods")}
-        (cell,) = plan(table, dataclasses.replace(whole, **last))
+        cell = one_cell(table, whole)
         assert cell.config.policy.name != "full" or cell.config.codec or cell.config.share
+        lines = planned_lines(table, whole, [cell])
+        (model,) = (line for line in lines if line.startswith("model "))
+        assert re.search(r": ~\d+\.\d\d GB of weights$", model), "give its size in conf/model_sizes.yaml"
+        assert any(line.startswith("data ") for line in lines)
+        assert scale == "cpu" or re.search(r"~\d+\.\d\d GB KV per batch of|KV known once calibrated$", lines[-1])
 
     @pytest.mark.parametrize(
         ("name", "scale"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in SCALES]
@@ -164,7 +177,18 @@ def test_a_plan_names_commands_and_what_comes_before(tmp_path):
     cells = [*planned(), dataclasses.replace(planned()[0], task="another")]
     lines = planned_lines(table, table.scale("cpu"), cells)
     assert lines[0] == "p/t, scale=cpu: 3 cells for 3 published numbers" and lines[3] == "before    kvlab calibrate qaq"
-    assert lines[4] == ("big, quiz, full; big, another, full:  kvlab run model=tiny-llama task=smoke logger=none policy=full")
+    assert lines[4:6] == ["model     llama, float32: ~0.00 GB of weights", "data      prose that comes with Python"]
+    assert lines[6] == ("big, quiz, full; big, another, full:  kvlab run model=tiny-llama task=smoke logger=none policy=full")
+
+
+def test_bytes_of_models_on_the_hub_are_known_without_it():
+    table = find_table("h2o/table2", experiments_dir())
+    cell = one_cell(table, table.scale("paper"))
+    assert weights_text(cell) == "facebook/opt-30b, float16: ~59.95 GB of weights"
+    # 48 layers x 2 x 7,168 numbers of 2 bytes, of 8 x 2,048 tokens
+    assert cache_text(cell) == f"at most ~{48 * 2 * 7168 * 2 * 8 * 2048 / 1e9:.2f} GB KV per batch of 8 x 2,048 tokens"
+    other = dataclasses.replace(cell, config=OmegaConf.merge(cell.config, {"model": {"path": "an/other"}}))
+    assert "size unknown without the hub" in weights_text(other) and "unknown" in cache_text(other)
 
 
 class TestJoin:

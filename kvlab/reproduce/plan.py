@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,16 +48,6 @@ def plan(table: PaperTable, scale: Scale, overrides: Sequence[str] = ()) -> list
 def merged(settings: Sequence[str]) -> tuple[str, ...]:
     """Settings of which each key occurs once, with the last value."""
     return tuple({item.partition("=")[0]: item for item in settings}.values())
-
-
-def planned_lines(table: PaperTable, scale: Scale, cells: Sequence[Planned]) -> list[str]:
-    """What would be run: each number's command, what it takes, and what must be done before."""
-    stand_for: dict[tuple[str, ...], list[str]] = {}
-    for cell in cells:
-        stand_for.setdefault(cell.settings, []).append(", ".join(cell.key))
-    lines = [f"{table.name}, scale={scale.name}: {len(stand_for)} cells for {len(table.used(scale))} published numbers"]
-    lines += [f"differs   {scale.differs}", f"cost      {scale.cost}", *(f"before    {need}" for need in scale.needs)]
-    return lines + [f"{'; '.join(names)}:  kvlab run {shlex.join(settings)}" for settings, names in stand_for.items()]
 
 
 def distinct(cells: Sequence[Planned]) -> list[DictConfig]:
