@@ -229,6 +229,18 @@ class TestJoin:
         assert [row.words for row in found.rows[1:]] == ["not run yet"] * 2
         assert found.orders[0].verdict == "no order: fewer than two methods with both numbers"
 
+    def test_numbers_that_no_place_gives_stay_blank(self, tmp_path, monkeypatch):
+        shares = {"full": 0.8, "h2o": 0.6, "streaming_llm": 0.4}
+        found = joined(tmp_path, monkeypatch, shares, rows=ROWS.replace(",79,", ",,"))
+        assert [row.words for row in found.rows][1:] == ["no published number", "loses about as much as published"]
+        assert found.table.numbers == 2 and found.orders[0].theirs == "full > bad"
+        blank = ROWS.replace(",80,", ",,").replace(",79,", ",,").replace(",50,Table 1", ',,"Figure 3: curves, not readable"')
+        found = joined(tmp_path, monkeypatch, shares, rows=blank)
+        assert (found.orders[0].theirs, found.orders[0].ours) == ("", "full > good > bad")
+        assert found.orders[0].verdict == "no order: no published numbers"
+        text = render_reproduction(found, "md")
+        assert "| big | quiz | bad | 0.2 | – | 40.0 ± 3.5 | – |" in text and "published: Figure 3: curves" in text
+
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
         with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold"):
             joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
@@ -287,7 +299,7 @@ def test_wrong_commands(arguments, said, capsys):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"rows": ROWS.replace(",79,", ",,")}, "expected.csv:3: a number needs a method, a value and its place"),
+        ({"rows": ROWS.replace(",79,", ",few,")}, "expected.csv:3: a number needs a method, a value (nothing where"),
         ({"rows": ROWS.replace("50,Table 1", "50,")}, "expected.csv:4: a number needs"),
         ({"rows": ROWS + ROWS.splitlines()[1]}, "two numbers for big, quiz, full"),
         ({"rows": "a,b\n"}, "the first line must be table,model"),

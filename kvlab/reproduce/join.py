@@ -154,12 +154,12 @@ def _times(found: Difference, factor: int | float) -> Difference:
 def _beside(table: PaperTable, scale: Scale, planned: Planned, theirs: Published | None, mine: _Group) -> Beside:
     method = planned.method
     number, cell = mine.number(method), mine.cells.get(method)
-    full = table.their_full(theirs) if theirs else None
+    their_value, full = (theirs.value, table.their_full(theirs)) if theirs else (None, None)
     row = Beside(
         published=theirs,
         planned=planned,
         metric=mine.metric,
-        their_change=theirs.value - full if theirs and full is not None and method != table.full else None,
+        their_change=None if their_value is None or full is None or method == table.full else their_value - full,
         value=number["value"] * mine.times if number else None,
         stderr=number["stderr"] * mine.times if number.get("stderr") is not None else None,
         n=number.get("n"),
@@ -177,6 +177,8 @@ def _words(table: PaperTable, scale: Scale, row: Beside, full: float | None, bas
     assert row.value is not None
     if row.published is None:
         return "not in the paper"
+    if row.published.value is None:
+        return "no published number"
     if scale.compares == "values":
         return _from_theirs(row.value - row.published.value, row.stderr, table.better)
     if row.planned.method == table.full:

@@ -37,7 +37,7 @@ Paired = Callable[[str, str], Difference | None]
 def order_of(
     model: str,
     task: str,
-    published: Mapping[str, float],
+    published: Mapping[str, float | None],
     better: str,
     tie: float,
     ours: Mapping[str, float],
@@ -46,11 +46,13 @@ def order_of(
 ) -> Order:
     """Compare the orders of methods.
 
-    published  the paper's numbers, of which `better` ("higher", "lower") is better, and those within `tie` are equal
+    published  the paper's numbers, of which `better` ("higher", "lower") is better, and those within `tie` are equal; where
+               it has none at all, ours is the order of all methods
     ours       values by method, higher is better; difference: paired, in the metric's own direction
     """
     sign = 1.0 if better == "higher" else -1.0
-    theirs = {method: sign * value for method, value in published.items() if method in ours}
+    theirs = {method: sign * value for method, value in published.items() if value is not None and method in ours}
+    blank = all(value is None for value in published.values())
 
     def their_sign(a: str, b: str) -> int:
         return _sign(theirs[a] - theirs[b], abs(theirs[a] - theirs[b]) > tie * (1 + 1e-9))
@@ -66,12 +68,13 @@ def order_of(
         model,
         task,
         _chain(theirs, their_sign),
-        _chain({method: ours[method] for method in theirs}, our_sign),
+        _chain({method: ours[method] for method in ours if blank or method in theirs}, our_sign),
         len(told),
         agree,
         wrong,
         (agree - wrong) / len(told) if told else None,
-        _verdict(len(theirs), len(told), agree, wrong) + (" (full cache at chance)" if at_chance else ""),
+        ("no order: no published numbers" if blank else _verdict(len(theirs), len(told), agree, wrong))
+        + (" (full cache at chance)" if at_chance else ""),
     )
 
 

@@ -30,7 +30,8 @@ def planned_lines(table: PaperTable, scale: Scale, cells: Sequence[Planned]) -> 
     stand_for: dict[tuple[str, ...], list[Planned]] = {}
     for cell in cells:
         stand_for.setdefault(cell.settings, []).append(cell)
-    lines = [f"{table.name}, scale={scale.name}: {len(stand_for)} cells for {len(table.used(scale))} published numbers"]
+    numbers = len([row for row in table.used(scale) if row.value is not None])
+    lines = [f"{table.name}, scale={scale.name}: {len(stand_for)} cells for {numbers or 'no'} published numbers"]
     lines += [f"differs   {scale.differs}", f"cost      {scale.cost}", *(f"before    {need}" for need in scale.needs)]
     lines += [f"model     {text}" for text in dict.fromkeys(map(weights_text, cells))]
     lines += [f"data      {text}" for text in dict.fromkeys(_task(cell).reads for cell in cells)]

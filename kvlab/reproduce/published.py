@@ -23,7 +23,7 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Published:
-    """One number of a paper, and where it stands."""
+    """One number of a paper, and where it stands; value: None where that place has none that can be read."""
 
     table: str
     model: str
@@ -31,7 +31,7 @@ class Published:
     metric: str
     method: str
     budget: str
-    value: float
+    value: float | None
     source: str
 
 
@@ -96,6 +96,11 @@ class PaperTable:
             row for row in self.rows if row.model in scale.models and row.task in scale.tasks and row.method in scale.methods
         ]
 
+    @property
+    def numbers(self) -> int:
+        """How many rows have a number."""
+        return len([row for row in self.rows if row.value is not None])
+
     def their_full(self, row: Published) -> float | None:
         """What the full cache has in a number's model and task, if that is published."""
         same = [each for each in self.rows if (each.model, each.task, each.method) == (row.model, row.task, self.full)]
@@ -153,9 +158,12 @@ def _rows(path: Path, table: str) -> tuple[Published, ...]:
         for number, row in enumerate(reader, 2):
             if row["table"] != table:
                 continue
-            if not (_number(row["value"]) and row["source"] and row["method"]):
-                raise SettingError(f"{path}:{number}: a number needs a method, a value and its place in the paper (source)")
-            found.append(Published(**{**row, "value": float(row["value"])}))  # type: ignore[arg-type]
+            if not ((row["value"] == "" or _number(row["value"])) and row["source"] and row["method"]):
+                raise SettingError(
+                    f"{path}:{number}: a number needs a method, a value (nothing where it can't be read) and its place in the "
+                    "paper (source)"
+                )
+            found.append(Published(**{**row, "value": float(row["value"]) if row["value"] else None}))  # type: ignore[arg-type]
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ def index(tables: Sequence[PaperTable], fmt: str) -> str:
         {
             "table": table.name,
             "what": table.title,
-            "numbers": str(len(table.rows)),
+            "numbers": str(table.numbers),
             **{f"scale={scale.name}": scale.cost for scale in sorted(table.scales, key=lambda one: one.name)},
         }
         for table in tables
