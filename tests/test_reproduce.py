@@ -76,6 +76,8 @@ def answered(config, shares, seed=0, n=200):
     samples = [
         {"id": f"q{i}", "values": {"acc": float(hard[i] < right * n), "gold": -float(hard[i] >= right * n)}} for i in range(n)
     ]
+    for i, sample in enumerate(samples):
+        sample["memory"] = {"kv_bytes_full": 80 * (i + 1), "kv_bytes": 100 * right * (i + 1)}
     found = {
         "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
         "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
@@ -229,6 +231,12 @@ class TestJoin:
         assert [row.words for row in found.rows[1:]] == ["not run yet"] * 2
         assert found.orders[0].verdict == "no order: fewer than two methods with both numbers"
 
+    def test_how_much_smaller_caches_are(self, tmp_path, monkeypatch):
+        shares = {"full": 0.8, "h2o": 0.4, "streaming_llm": 0.2}
+        found = joined(tmp_path, monkeypatch, shares, metrics={"quiz": "compression"}, times={})
+        assert [row.value for row in found.rows] == pytest.approx([1, 2, 4])
+        assert found.rows[2].change == pytest.approx((3, 3, 3, 200))
+
     def test_numbers_that_no_place_gives_stay_blank(self, tmp_path, monkeypatch):
         shares = {"full": 0.8, "h2o": 0.6, "streaming_llm": 0.4}
         found = joined(tmp_path, monkeypatch, shares, rows=ROWS.replace(",79,", ",,"))
@@ -242,7 +250,7 @@ class TestJoin:
         assert "| big | quiz | bad | 0.2 | – | 40.0 ± 3.5 | – |" in text and "published: Figure 3: curves" in text
 
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
-        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold"):
+        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression"):
             joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
 
     def test_every_format(self, tmp_path, monkeypatch):

@@ -10,11 +10,11 @@ from typing import Any
 from kvlab.cells import Cell
 from kvlab.launcher import plain
 from kvlab.metrics import Z95, Difference, at_chance, compare_records
+from kvlab.reproduce.measures import measured
 from kvlab.reproduce.order import Order, order_of
 from kvlab.reproduce.plan import Planned
 from kvlab.reproduce.published import PaperTable, Published, Scale
-from kvlab.settings import SettingError
-from kvlab.tables import FEW, StoredCell, error_of, having, read_cells, samples_of
+from kvlab.tables import FEW, StoredCell, error_of, read_cells
 
 Key = tuple[str, str, str]
 """The paper's model, task and method."""
@@ -87,19 +87,14 @@ class _Group:
         self.ok = {method: cell for method, cell in cells.items() if cell is not None and cell.ok}
         first = next(iter(self.ok.values()), None)
         self.metric = scale.metrics.get(task) or (str(first.result["main_metric"]) if first else "")
-        for cell in self.ok.values():
-            if not cell.metric(self.metric):
-                known = ", ".join(cell.result.get("metrics") or {})
-                raise SettingError(f"metrics: {cell.path} has no {self.metric!r} for {task}; it has {known}")
-        self.samples = {
-            method: having(cell.metric(self.metric), samples_of(cell, warnings)) for method, cell in self.ok.items()
-        }
+        found = {method: measured(cell, self.metric, task, warnings) for method, cell in self.ok.items()}
+        self.numbers = {method: number for method, (number, _) in found.items()}
+        self.samples = {method: samples for method, (_, samples) in found.items()}
         self._found: dict[tuple[str, str], Difference | None] = {}
 
     def number(self, method: str) -> Mapping[str, Any]:
         """The metric, or nothing where the cell isn't there or failed."""
-        cell = self.ok.get(method)
-        return cell.metric(self.metric) if cell else {}
+        return self.numbers.get(method, {})
 
     @property
     def means(self) -> dict[str, float]:
