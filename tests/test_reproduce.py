@@ -77,7 +77,8 @@ def answered(config, shares, seed=0, n=200):
         {"id": f"q{i}", "values": {"acc": float(hard[i] < right * n), "gold": -float(hard[i] >= right * n)}} for i in range(n)
     ]
     for i, sample in enumerate(samples):
-        sample["memory"] = {"kv_bytes_full": 80 * (i + 1), "kv_bytes": 100 * right * (i + 1)}
+        sample["memory"] = {"kv_bytes_full": 80 * (i + 1), "kv_bytes": 100 * right * (i + 1), "kept": 100 * right, "seen": 80}
+        sample["speed"], sample["heads"] = {"seconds": 10 * right}, {"profile_s": 2 * right**2}
     found = {
         "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
         "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
@@ -237,6 +238,15 @@ class TestJoin:
         assert [row.value for row in found.rows] == pytest.approx([1, 2, 4])
         assert found.rows[2].change == pytest.approx((3, 3, 3, 200))
 
+    @pytest.mark.parametrize(
+        "measure, values", [("pruned", [0, 50, 75]), ("seconds", [8, 4, 2]), ("profiling", [16, 8, 4])]
+    )
+    def test_what_samples_held_and_took(self, measure, values, tmp_path, monkeypatch):
+        shares = {"full": 0.8, "h2o": 0.4, "streaming_llm": 0.2}
+        found = joined(tmp_path, monkeypatch, shares, metrics={"quiz": measure}, times={})
+        assert [row.value for row in found.rows] == pytest.approx(values)
+        assert found.orders[0].ours == "bad > good > full", "more is pruned, less time is taken"
+
     def test_numbers_that_no_place_gives_stay_blank(self, tmp_path, monkeypatch):
         shares = {"full": 0.8, "h2o": 0.6, "streaming_llm": 0.4}
         found = joined(tmp_path, monkeypatch, shares, rows=ROWS.replace(",79,", ",,"))
@@ -250,7 +260,7 @@ class TestJoin:
         assert "| big | quiz | bad | 0.2 | – | 40.0 ± 3.5 | – |" in text and "published: Figure 3: curves" in text
 
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
-        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression"):
+        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression, pruned"):
             joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
 
     def test_every_format(self, tmp_path, monkeypatch):
