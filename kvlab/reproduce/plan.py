@@ -29,15 +29,22 @@ class Planned:
 
 
 def plan(table: PaperTable, scale: Scale, overrides: Sequence[str] = ()) -> list[Planned]:
-    """The cells of a scale; `overrides` win over the description. Raises SettingError where one isn't exactly one cell."""
+    """The cells of a scale; `overrides` win over the description. Raises SettingError where one isn't exactly one cell.
+
+    Where a table has no row for a model, task and method there is no cell, unless it is the full cache's beside others.
+    """
     for item in overrides:
         if "=" not in item:
             raise SettingError(f"{item}: settings are KEY=VALUE, as of `kvlab run`")
     found: list[Planned] = []
     known: dict[tuple[str, ...], DictConfig] = {}
+    wanted = {(row.model, row.task, row.method) for row in table.rows}
+    wanted |= {(row.model, row.task, table.full) for row in table.rows}
     for model, on in scale.models.items():
         for task, of in scale.tasks.items():
             for method, by in scale.methods.items():
+                if (model, task, method) not in wanted:
+                    continue
                 settings = merged([*scale.run, *on, *of, *by, *overrides])
                 if settings not in known:  # a cell may stand for several numbers
                     known[settings] = _composed(settings, f"{table.name}, {method} on {task}")
