@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvlab.cells import Cell
 from kvlab.session import attach
@@ -44,19 +46,28 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     prompts = sum(len(prompt.ids) for prompt in read) / len(read)
     after = (sum(map(cell.protocol.held, read)) + sum(sample.work for sample in every)) / len(read)
     rows = min(cell.runtime.batch_size, len(read))
+    kv_bytes = rows * cache_bytes(cell, model, tokenizer, prompts, after)
+    steps = after if cell.protocol.compresses else prompts + after
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    prompts_s = 2 * weights * prompts * samples / _flops()
+    seconds = prompts_s + 2 * weights * after * samples / _flops() + samples / rows * steps * layers * STEP_S
+    if any(sample.new_tokens for sample in every):  # each new token reads all weights once a batch
+        seconds += samples / rows * after * 2 * weights * rows**0.3 / _flops() * 4
+    return Estimate(kv_bytes, seconds, prompts_s)
+
+
+def cache_bytes(cell: Cell, model: PreTrainedModel, tokenizer: Any, prompt: int | float, after: int | float) -> int | float:
+    """Bytes of one sequence's cache: what is left of a prompt of so many tokens, or all of it and what comes after it.
+
+    model  may be without its weights
+    """
     at_work = {name: value for name, value in cell.at_work.items() if name != "simulation"}
     with attach(model, tokenizer=tokenizer, **at_work) as session:
         plan = session.plan
         holding = [plan.layers[layer] for layer in plan.holders]
-        held = plan.budget.resolve([max(1, round(prompts))], holding, new_tokens=0)
-        tokens = min(prompts, held[0]) if held else prompts + after
-        kv_bytes = rows * sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in holding)
-    steps = after if cell.protocol.compresses else prompts + after
-    prompts_s = 2 * weights * prompts * samples / _flops()
-    seconds = prompts_s + 2 * weights * after * samples / _flops() + samples / rows * steps * len(plan.layers) * STEP_S
-    if any(sample.new_tokens for sample in every):  # each new token reads all weights once a batch
-        seconds += samples / rows * after * 2 * weights * rows**0.3 / _flops() * 4
-    return Estimate(kv_bytes, seconds, prompts_s)
+        held = plan.budget.resolve([max(1, round(prompt))], holding, new_tokens=0)
+        tokens = min(prompt, held[0]) if held else prompt + after
+        return sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in holding)
 
 
 def together(guesses: Sequence[Estimate]) -> Estimate:

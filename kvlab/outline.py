@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import transformers
+import yaml  # type: ignore[import-untyped]
 
 from kvlab import embedded
 from kvlab.embedded import ModelUnavailable
 from kvlab.hub import settle_hub
 from kvlab.models import ModelSpec, accelerator_here, explain_load
+from kvlab.paths import conf_dir
 from kvlab.tiny import tiny_model, tiny_tokenizer
 
 PIECE = 1 << 20
@@ -40,6 +42,21 @@ def outline(spec: ModelSpec) -> tuple[transformers.PreTrainedModel, Any]:
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer
+
+
+def sketch(spec: ModelSpec) -> transformers.PreTrainedModel | None:
+    """The model without weights and tokenizer, the hub not asked; None where only the hub knows its size.
+
+    Sizes of models on the hub are those of conf/model_sizes.yaml.
+    """
+    if spec.kind != "hub":
+        return outline(spec)[0]
+    sizes = yaml.safe_load((conf_dir() / "model_sizes.yaml").read_text()).get(spec.source)
+    if sizes is None:
+        return None
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**sizes)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=_dtype(spec, config))
 
 
 def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 import tempfile
 import tomllib
 from functools import cache
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
 import made_up
 from kvlab.cells import Cell
@@ -24,8 +26,8 @@ from kvlab.paths import experiments_dir
 from kvlab.reproduce import find_table, join, list_tables, plan
 from kvlab.reproduce.measures import SPEED_WARNING
 from kvlab.reproduce.order import order_of
+from kvlab.reproduce.outlook import cache_text, planned_lines, weights_text
 from kvlab.reproduce.picture import draw
-from kvlab.reproduce.plan import planned_lines
 from kvlab.reproduce.published import EXPECTED, table_names
 from kvlab.reproduce.report import render_reproduction
 from kvlab.reproduce.save import check_place, save
@@ -37,6 +39,8 @@ NAMES = table_names(experiments_dir())
 SCALES = [(name, scale.name) for name in NAMES for scale in find_table(name, experiments_dir()).scales]
 QUICK = [("kvsharer/perplexity", "cpu")]
 CALIBRATED = ("eigen/perplexity", "kvsharer/perplexity")
+AMONG_THEMSELVES = ("fastgen/table3", "fastgen/table4", "fastgen/table5")
+"""Tables without a full cache, whose methods are compared with one of them."""
 FITS_TINY = {
     "think/ruler": ["task.lengths=[600]"],  # its tokenizer makes more tokens of a chain
     "h2o/table2": ["task.num_fewshot=1"],  # made-up data has few rows
@@ -44,6 +48,7 @@ FITS_TINY = {
     "h2o/table1": ["task.num_fewshot=1"],
     "h2o/table9": ["task.num_fewshot=1"],
     "h2o/table10": ["task.num_fewshot=1"],
+    "scissorhands/table3": ["task.num_fewshot=1"],
 }
 ROWS = """table,model,task,metric,method,budget,value,source
 t,big,quiz,acc,full,1.0,80,Table 1
@@ -84,7 +89,8 @@ def answered(config, shares, seed=0, n=200, speed=None):
         {"id": f"q{i}", "values": {"acc": float(hard[i] < right * n), "gold": -float(hard[i] >= right * n)}} for i in range(n)
     ]
     for i, sample in enumerate(samples):
-        sample["memory"] = {"kv_bytes_full": 80 * (i + 1), "kv_bytes": 100 * right * (i + 1)}
+        sample["memory"] = {"kv_bytes_full": 80 * (i + 1), "kv_bytes": 100 * right * (i + 1), "kept": 100 * right, "seen": 80}
+        sample["speed"], sample["heads"] = {"seconds": 10 * right}, {"profile_s": 2 * right**2}
     found = {
         "acc": make_metric(samples, "acc", "mean", "higher", chance=0.25).as_dict(),
         "gold": make_metric(samples, "gold", "mean", "higher").as_dict(),
@@ -114,15 +120,26 @@ def joined(tmp_path, monkeypatch, shares, **changes):
     return join(table, table.scale("cpu"), cells)
 
 
+def one_cell(table, scale):
+    """The last model, task and method of a scale."""
+    last = {part: dict([list(getattr(scale, part).items())[-1]]) for part in ("models", "tasks", "methods")}
+    (cell,) = plan(table, dataclasses.replace(scale, **last))
+    return cell
+
+
 class TestDescriptions:
     @pytest.mark.parametrize(("name", "scale"), SCALES)
-    def test_one_cell_of_every_scale_composes(self, name, scale):
+    def test_one_cell_of_every_scale_composes_and_its_plan_says_what_it_takes(self, name, scale):
         table = find_table(name, experiments_dir())
         whole = table.scale(scale)
-        last = {part: dict([list(getattr(whole, part).items())[-1]]) for part in ("models", "tasks", "methods")}
-        (cell,) = plan(table, dataclasses.replace(whole, **last))
+        cell = one_cell(table, whole)
         looks = cell.config.task.name == "hash_correlation"  # at a full cache
         assert looks or cell.config.policy.name != "full" or cell.config.codec or cell.config.share
+        lines = planned_lines(table, whole, [cell])
+        (model,) = (line for line in lines if line.startswith("model "))
+        assert re.search(r": ~\d+\.\d\d GB of weights$", model), "give its size in conf/model_sizes.yaml"
+        assert any(line.startswith("data ") for line in lines)
+        assert scale == "cpu" or re.search(r"~\d+\.\d\d GB KV per batch of|KV known once calibrated$", lines[-1])
 
     @pytest.mark.parametrize(
         ("name", "scale"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in SCALES]
@@ -136,7 +153,8 @@ class TestDescriptions:
             assert set(cell.config) <= {*GROUPS, "name", "output_dir", "seed"}
             assert (cell.config.model.get("embedded") is None) == (scale == "paper"), "cpu: the embedded model; paper: not"
         full = [cell for cell in cells if cell.method == table.full]
-        assert all(cell.config.policy.name == "full" and not cell.config.codec and not cell.config.share for cell in full)
+        plain_full = [cell.config.policy.name == "full" and not cell.config.codec and not cell.config.share for cell in full]
+        assert all(plain_full) or name in AMONG_THEMSELVES
         others = {repr(cell.config) for cell in cells if cell.method != table.full}
         assert not others & {repr(cell.config) for cell in full}
 
@@ -187,7 +205,18 @@ def test_a_plan_names_commands_and_what_comes_before(tmp_path):
     cells = [*planned(), dataclasses.replace(planned()[0], task="another")]
     lines = planned_lines(table, table.scale("cpu"), cells)
     assert lines[0] == "p/t, scale=cpu: 3 cells for 3 published numbers" and lines[3] == "before    kvlab calibrate qaq"
-    assert lines[4] == ("big, quiz, full; big, another, full:  kvlab run model=tiny-llama task=smoke logger=none policy=full")
+    assert lines[4:6] == ["model     llama, float32: ~0.00 GB of weights", "data      prose that comes with Python"]
+    assert lines[6] == ("big, quiz, full; big, another, full:  kvlab run model=tiny-llama task=smoke logger=none policy=full")
+
+
+def test_bytes_of_models_on_the_hub_are_known_without_it():
+    table = find_table("h2o/table2", experiments_dir())
+    cell = one_cell(table, table.scale("paper"))
+    assert weights_text(cell) == "facebook/opt-30b, float16: ~59.95 GB of weights"
+    # 48 layers x 2 x 7,168 numbers of 2 bytes, of 8 x 2,048 tokens
+    assert cache_text(cell) == f"at most ~{48 * 2 * 7168 * 2 * 8 * 2048 / 1e9:.2f} GB KV per batch of 8 x 2,048 tokens"
+    other = dataclasses.replace(cell, config=OmegaConf.merge(cell.config, {"model": {"path": "an/other"}}))
+    assert "size unknown without the hub" in weights_text(other) and "unknown" in cache_text(other)
 
 
 class TestJoin:
@@ -234,6 +263,13 @@ class TestJoin:
         assert [row.value for row in found.rows] == pytest.approx([1, 2, 4])
         assert found.rows[2].change == pytest.approx((3, 3, 3, 200))
 
+    @pytest.mark.parametrize("measure, values", [("pruned", [0, 50, 75]), ("seconds", [8, 4, 2]), ("profiling", [16, 8, 4])])
+    def test_what_samples_held_and_took(self, measure, values, tmp_path, monkeypatch):
+        shares = {"full": 0.8, "h2o": 0.4, "streaming_llm": 0.2}
+        found = joined(tmp_path, monkeypatch, shares, metrics={"quiz": measure}, times={})
+        assert [row.value for row in found.rows] == pytest.approx(values)
+        assert found.orders[0].ours == "bad > good > full", "more is pruned, less time is taken"
+
     def test_numbers_that_no_place_gives_stay_blank(self, tmp_path, monkeypatch):
         shares = {"full": 0.8, "h2o": 0.6, "streaming_llm": 0.4}
         found = joined(tmp_path, monkeypatch, shares, rows=ROWS.replace(",79,", ",,"))
@@ -260,7 +296,7 @@ class TestJoin:
         assert "reversed" in found.orders[0].verdict and "–" not in render_reproduction(found, "csv")
 
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
-        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression"):
+        with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression, pruned"):
             joined(tmp_path, monkeypatch, {"full": 0.8}, metrics={"quiz": "f1"})
 
     def test_every_format(self, tmp_path, monkeypatch):

@@ -116,6 +116,16 @@ class Task:
         return self.name
 
     @property
+    def reads(self) -> str:
+        """The data that samples are made of, in words, and nothing is read to say so."""
+        return self.name
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a sample, where settings say that."""
+        return None
+
+    @property
     def needs_full(self) -> bool:
         """Whether samples are judged against the full cache's, so that its cell must be finished first."""
         return False

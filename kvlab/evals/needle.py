@@ -65,6 +65,16 @@ class Needle(Task):
         """The kind of needle."""
         return self.kind
 
+    @property
+    def reads(self) -> str:
+        """Made up, in a haystack."""
+        return f"{self.kind} in {self.folder or self.haystack}, made up"
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest prompt."""
+        return max(self.lengths)
+
     @cached_property
     def _haystack(self) -> Haystack:
         if self.folder is not None:

@@ -56,6 +56,17 @@ class Perplexity(Task):
         context, scored = (512, 256) if protocol.compresses else (1, 1023)
         return replace(self, context=self.context or context, scored=self.scored or scored)
 
+    @property
+    def reads(self) -> str:
+        """The dataset, the file, or Python's prose."""
+        named = " ".join(part for part in (self.dataset, self.subset, self.split) if part) if self.dataset else self.file
+        return named or "prose that comes with Python"
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a window."""
+        return self.context + self.scored if self.context and self.scored else None
+
     @cached_property
     def _text(self) -> Text:
         if self.dataset:

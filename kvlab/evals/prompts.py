@@ -49,6 +49,11 @@ class Prompts(Task):
         if self.new_tokens == 0:
             raise SettingError("task.new_tokens=0: use at least 1")
 
+    @property
+    def reads(self) -> str:
+        """The file."""
+        return self.file
+
     @cached_property
     def _path(self) -> Path:
         return existing_file(self.file, "task.file")

@@ -14,7 +14,8 @@ from kvlab.analyze.report import NO_PICTURES, can_draw
 from kvlab.launcher import CellsFailed, Options, run_sweep
 from kvlab.paths import experiments_dir
 from kvlab.reproduce.join import Reproduction, join
-from kvlab.reproduce.plan import Planned, distinct, plan, planned_lines
+from kvlab.reproduce.outlook import planned_lines
+from kvlab.reproduce.plan import Planned, distinct, plan
 from kvlab.reproduce.published import PaperTable, find_table, read_table, table_names
 from kvlab.reproduce.report import index, render_reproduction
 from kvlab.reproduce.save import check_place, save

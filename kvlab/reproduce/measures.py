@@ -1,17 +1,45 @@
-"""What stands beside a published number: a metric of our cell, how many times smaller its cache is, or a speed."""
+"""What stands beside a published number: a metric of our cell, what its samples held or took, or a speed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvlab.metrics import Difference, make_metric
 from kvlab.settings import SettingError
 from kvlab.tables import Samples, StoredCell, having, samples_of
 
-COMPRESSION = "compression"
-"""Bytes of a full cache over the bytes held, the mean over samples: scales, codes and what else is billed included."""
+Sample = Mapping[str, Any]
 
+
+def _compression(sample: Sample) -> float:
+    return float(sample["memory"]["kv_bytes_full"] / sample["memory"]["kv_bytes"])
+
+
+def _pruned(sample: Sample) -> float:
+    return 100 * (1 - float(sample["memory"]["kept"] / sample["memory"]["seen"]))
+
+
+def _seconds(sample: Sample) -> float:
+    return float(sample["speed"]["seconds"])
+
+
+def _profiling(sample: Sample) -> float:
+    return 100 * float(sample.get("heads", {}).get("profile_s", 0.0)) / _seconds(sample)
+
+
+OF_SAMPLES: dict[str, tuple[str, Callable[[Sample], float]]] = {
+    "compression": ("higher", _compression),
+    "pruned": ("higher", _pruned),
+    "seconds": ("lower", _seconds),
+    "profiling": ("lower", _profiling),
+}
+"""Means over samples, with what is better.
+
+compression  bytes of a full cache over the bytes held: scales, codes and what else is billed included
+pruned       tokens that heads have dropped, in percent of those seen
+seconds      reading and scoring or generating; profiling: the percentage of it in which heads were profiled
+"""
 SPEEDS = {
     "decode_tokens_per_s": "higher",
     "prefill_tokens_per_s": "higher",
@@ -29,27 +57,23 @@ SPEED_WARNING = (
 def measured(cell: StoredCell, name: str, task: str, warnings: list[str]) -> tuple[Mapping[str, Any], Samples]:
     """A metric of a finished cell, as results have them, and the samples that it is of. SettingError where it has none such.
 
-    name  of a metric that the cell's task gives, COMPRESSION, or one of SPEEDS, which have no samples
+    name  of a metric that the cell's task gives, one of OF_SAMPLES, or one of SPEEDS, which have no samples
     """
+    if metric := cell.metric(name):
+        return metric, having(metric, samples_of(cell, warnings))
     speed = (cell.result.get("speed") or {}).get(name) if name in SPEEDS else None
     if speed is not None:
         warnings.append(SPEED_WARNING)
         return {"value": speed, "better": SPEEDS[name]}, {}
-    if name == COMPRESSION:
-        samples = {key: _with_ratio(sample) for key, sample in samples_of(cell, warnings).items()}
-        return make_metric(list(samples.values()), COMPRESSION, "mean", "higher").as_dict(), samples
-    if not cell.metric(name):
-        known = ", ".join([*(cell.result.get("metrics") or {}), COMPRESSION, *SPEEDS])
+    if name not in OF_SAMPLES:
+        known = ", ".join([*(cell.result.get("metrics") or {}), *OF_SAMPLES, *SPEEDS])
         raise SettingError(f"metrics: {cell.path} has no {name!r} for {task}; it has {known}")
-    return cell.metric(name), having(cell.metric(name), samples_of(cell, warnings))
+    better, value_of = OF_SAMPLES[name]
+    samples = {key: {**sample, "values": {name: value_of(sample)}} for key, sample in samples_of(cell, warnings).items()}
+    return make_metric(list(samples.values()), name, "mean", better).as_dict(), samples
 
 
 def faster(ours: float, base: float) -> Difference:
     """Ours minus base of two speeds, which the larger's SPEED_NOISE surrounds in place of an interval."""
     noise = SPEED_NOISE * max(abs(ours), abs(base))
     return Difference(ours - base, ours - base - noise, ours - base + noise, 1)
-
-
-def _with_ratio(sample: Mapping[str, Any]) -> dict[str, Any]:
-    held = sample["memory"]
-    return {**sample, "values": {COMPRESSION: held["kv_bytes_full"] / held["kv_bytes"]}}

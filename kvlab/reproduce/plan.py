@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,15 +29,22 @@ class Planned:
 
 
 def plan(table: PaperTable, scale: Scale, overrides: Sequence[str] = ()) -> list[Planned]:
-    """The cells of a scale; `overrides` win over the description. Raises SettingError where one isn't exactly one cell."""
+    """The cells of a scale; `overrides` win over the description. Raises SettingError where one isn't exactly one cell.
+
+    Where a table has no row for a model, task and method there is no cell, unless it is the full cache's beside others.
+    """
     for item in overrides:
         if "=" not in item:
             raise SettingError(f"{item}: settings are KEY=VALUE, as of `kvlab run`")
     found: list[Planned] = []
     known: dict[tuple[str, ...], DictConfig] = {}
+    wanted = {(row.model, row.task, row.method) for row in table.rows}
+    wanted |= {(row.model, row.task, table.full) for row in table.rows}
     for model, on in scale.models.items():
         for task, of in scale.tasks.items():
             for method, by in scale.methods.items():
+                if (model, task, method) not in wanted:
+                    continue
                 settings = merged([*scale.run, *on, *of, *by, *overrides])
                 if settings not in known:  # a cell may stand for several numbers
                     known[settings] = _composed(settings, f"{table.name}, {method} on {task}")
@@ -49,17 +55,6 @@ def plan(table: PaperTable, scale: Scale, overrides: Sequence[str] = ()) -> list
 def merged(settings: Sequence[str]) -> tuple[str, ...]:
     """Settings of which each key occurs once, with the last value."""
     return tuple({item.partition("=")[0]: item for item in settings}.values())
-
-
-def planned_lines(table: PaperTable, scale: Scale, cells: Sequence[Planned]) -> list[str]:
-    """What would be run: each number's command, what it takes, and what must be done before."""
-    stand_for: dict[tuple[str, ...], list[str]] = {}
-    for cell in cells:
-        stand_for.setdefault(cell.settings, []).append(", ".join(cell.key))
-    numbers = len([row for row in table.used(scale) if row.value is not None])
-    lines = [f"{table.name}, scale={scale.name}: {len(stand_for)} cells for {numbers or 'no'} published numbers"]
-    lines += [f"differs   {scale.differs}", f"cost      {scale.cost}", *(f"before    {need}" for need in scale.needs)]
-    return lines + [f"{'; '.join(names)}:  kvlab run {shlex.join(settings)}" for settings, names in stand_for.items()]
 
 
 def distinct(cells: Sequence[Planned]) -> list[DictConfig]:

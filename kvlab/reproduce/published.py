@@ -44,8 +44,7 @@ class Scale:
     compares  values: the same model, data and measure; changes: the same measure, so losses against the full cache compare;
               order: another measure, so only the order of methods does
     run       settings that all cells have
-    metrics   ours by the paper's task, where it isn't the main metric; `compression`: a full cache's bytes over those held;
-              or a speed, such as `decode_tokens_per_s` (`kvlab.reproduce.measures`)
+    metrics   ours by the paper's task, where it isn't the main metric; what there is beside metrics says measures.py
     times     by the paper's task, what ours are multiplied by to be in the paper's unit (1 where nothing is said)
     differs   in what ours differ from the paper's, in words; cost: what running them takes; needs: what must be done before
     """

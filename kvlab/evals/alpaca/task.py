@@ -87,6 +87,11 @@ class Alpaca(Task):
         if self.judge_timeout <= 0:
             raise SettingError(f"task.judge_timeout={self.judge_timeout}: use seconds above 0")
 
+    @property
+    def reads(self) -> str:
+        """The file of instructions."""
+        return self.file or "AlpacaEval's instructions"
+
     # ---------------------------------------------------------------------------------------------------- data
 
     @cached_property

@@ -76,6 +76,16 @@ class LmEval(Requests):
         shots = "" if self.num_fewshot is None else f" {self.num_fewshot}-shot"
         return "+".join(self.tasks) + shots
 
+    @property
+    def reads(self) -> str:
+        """lm-eval's names."""
+        return f"{', '.join(self.tasks)} (lm-eval)"
+
+    @property
+    def longest(self) -> int | None:
+        """What texts are cut to."""
+        return self.max_length
+
     @cached_property
     def _source(self) -> Source:
         return find_source(self.tasks, self.data_dir, self.include_path, self.bad_rows)

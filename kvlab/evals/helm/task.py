@@ -93,6 +93,16 @@ class Helm(Task):
         """The scenario, after 'helm-'."""
         return f"helm-{self.scenario.label.replace(':', '-')}"
 
+    @property
+    def reads(self) -> str:
+        """The scenario's data."""
+        return f"{', '.join(self.scenarios)} (HELM)"
+
+    @property
+    def longest(self) -> int | None:
+        """What prompts are fitted into."""
+        return self.context
+
     @cached_property
     def scenario(self) -> Scenario:
         """What is run. Raises SettingError if there is no such scenario."""

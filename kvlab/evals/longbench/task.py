@@ -96,6 +96,16 @@ class LongBench(Task):
             return f"{_LABELS[self.version]}-{'+'.join(self.tasks)}"
         return _LABELS["v2"] + ("-own_wording" if self._template == OWN_V2_TEMPLATE else "")
 
+    @property
+    def reads(self) -> str:
+        """The version and its datasets."""
+        return f"{', '.join(self.tasks) or 'all'} ({_LABELS[self.version]})"
+
+    @property
+    def longest(self) -> int | None:
+        """What the middle is taken out for, without the answer."""
+        return self.max_length
+
     # -------------------------------------------------------------------------------------------------------- data
 
     @property
