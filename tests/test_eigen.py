@@ -479,6 +479,7 @@ def test_calibrate_and_run(tmp_path, monkeypatch, capsys):
     assert (code, err) == (0, "") and "use: codec=eigen codec.eigen.basis=kq codec.eigen.artefact=" in out
     code, out, _ = kvlab("run", *TINY, *chosen, "--dry-run", capsys=capsys)
     assert code == 0 and "eigen 0.4 kq" in out
-    assert kvlab("run", *TINY, *chosen) == 0
-    (result,) = results(tmp_path).values()
-    assert result["codec"] == ["eigen 0.4 kq"] and result["memory"]["kv_bytes"] < 0.95 * result["memory"]["kv_bytes_full"]
+    assert kvlab("run", "-m", *TINY, *chosen[:2], "codec.eigen.error=0.3,0.4", "policy=full") == 0, "no prompt is shared"
+    other, result = sorted(results(tmp_path).values(), key=lambda one: one["memory"]["kv_bytes"], reverse=True)
+    assert result["codec"] == ["eigen 0.4 kq"] and other["provenance"]["cells_together"] == 1
+    assert result["memory"]["kv_bytes"] < 0.95 * result["memory"]["kv_bytes_full"]

@@ -112,6 +112,11 @@ class Eigen(ChannelCodec):
         if self.error < 0:
             raise CodecError(f"codec.{self.name}.error={self.error!r}: use a number of at least 0")
 
+    @property
+    def projects(self) -> bool:
+        """What knows the model does."""
+        return True
+
     def for_model(self, model: Any) -> Projected:
         """With the bases of this model's layers. Raises ArtefactError where there are none."""
         found = find_for(self, f"codec.{self.name}", weights=weights_hash(model))
