@@ -46,7 +46,8 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     prompts = sum(len(prompt.ids) for prompt in read) / len(read)
     after = (sum(map(cell.protocol.held, read)) + sum(sample.work for sample in every)) / len(read)
     rows = min(cell.runtime.batch_size, len(read))
-    kv_bytes = rows * cache_bytes(cell, model, tokenizer, prompts, after)
+    known = sum(map(cell.protocol.known_len, read)) / len(read)
+    kv_bytes = rows * cache_bytes(cell, model, tokenizer, known, prompts + after)
     steps = after if cell.protocol.compresses else prompts + after
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     prompts_s = 2 * weights * prompts * samples / _flops()
@@ -56,8 +57,8 @@ def estimate(cell: Cell, bench: Workbench, samples: int) -> Estimate:
     return Estimate(kv_bytes, seconds, prompts_s)
 
 
-def cache_bytes(cell: Cell, model: PreTrainedModel, tokenizer: Any, prompt: int | float, after: int | float) -> int | float:
-    """Bytes of one sequence's cache: what is left of a prompt of so many tokens, or all of it and what comes after it.
+def cache_bytes(cell: Cell, model: PreTrainedModel, tokenizer: Any, known: int | float, tokens: int | float) -> int | float:
+    """Bytes of one sequence's cache once it has seen so many tokens, of which a budget's ratio is of those `known`.
 
     model  may be without its weights
     """
@@ -65,9 +66,9 @@ def cache_bytes(cell: Cell, model: PreTrainedModel, tokenizer: Any, prompt: int 
     with attach(model, tokenizer=tokenizer, **at_work) as session:
         plan = session.plan
         holding = [plan.layers[layer] for layer in plan.holders]
-        held = plan.budget.resolve([max(1, round(prompt))], holding, new_tokens=0)
-        tokens = min(prompt, held[0]) if held else prompt + after
-        return sum(layer.token_bytes * min(tokens, layer.window or tokens) for layer in holding)
+        budget = plan.budget.resolve([max(1, round(known))], holding, new_tokens=0)
+        held = min(tokens, budget[0]) if budget else tokens
+        return sum(layer.token_bytes * min(held, layer.window or held) for layer in holding)
 
 
 def together(guesses: Sequence[Estimate]) -> Estimate:

@@ -63,7 +63,7 @@ def cache_text(planned: Planned) -> str:
         return "KV unknown without the hub"
     longest = _task(planned).longest
     tokens = longest or int(model.config.get_text_config(decoder=True).max_position_embeddings)
-    held = cell.runtime.batch_size * cache_bytes(cell, model, tiny_tokenizer(), tokens, 0)
+    held = cell.runtime.batch_size * cache_bytes(cell, model, tiny_tokenizer(), tokens, tokens)
     most = "" if longest else "at most "
     return f"{most}~{_gigabytes(held)} KV per batch of {cell.runtime.batch_size} x {tokens:,} tokens"
 
