@@ -293,7 +293,8 @@ class TestJoin:
         assert found.rows[1].words == "keeps within noise, as published"
         assert found.rows[2].change[:3] == pytest.approx((15.0, 12.5, 17.5))
         assert found.rows[2].words == "published: loses; here: gains" and found.warnings == [SPEED_WARNING]
-        assert "reversed" in found.orders[0].verdict and "–" not in render_reproduction(found, "csv")
+        assert "reversed" in found.orders[0].verdict
+        assert "Δ ours [± 10 %]" in render_reproduction(found, "md") and "95 %" not in render_reproduction(found, "md")
 
     def test_another_metric_than_there_is(self, tmp_path, monkeypatch):
         with pytest.raises(SettingError, match="has no 'f1' for quiz; it has acc, gold, compression, pruned"):

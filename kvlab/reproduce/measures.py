@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvlab.metrics import Difference, make_metric
@@ -49,9 +49,8 @@ SPEEDS = {
 """Of a cell's `speed`, and what is better. One probe or one pass: they have no samples."""
 SPEED_NOISE = 0.1
 """What stands for a speed's interval, as a share of the larger of the two: a convention, since nothing measures it."""
-SPEED_WARNING = (
-    f"speeds are of one probe on the machine that ran them, without an interval: {SPEED_NOISE:.0%} of the larger stands for it"
-)
+SPREAD = f"± {SPEED_NOISE * 100:.0f} %"
+SPEED_WARNING = f"speeds are of one probe on the machine that ran them, without an interval: {SPREAD} of the larger stands for it"
 
 
 def measured(cell: StoredCell, name: str, task: str, warnings: list[str]) -> tuple[Mapping[str, Any], Samples]:
@@ -71,6 +70,12 @@ def measured(cell: StoredCell, name: str, task: str, warnings: list[str]) -> tup
     better, value_of = OF_SAMPLES[name]
     samples = {key: {**sample, "values": {name: value_of(sample)}} for key, sample in samples_of(cell, warnings).items()}
     return make_metric(list(samples.values()), name, "mean", better).as_dict(), samples
+
+
+def interval_name(metrics: Iterable[str]) -> str:
+    """What stands around differences of such metrics, for headings."""
+    kinds = dict.fromkeys(SPREAD if name in SPEEDS else "95 %" for name in metrics if name)
+    return " or ".join(kinds) or "95 %"
 
 
 def faster(ours: float, base: float) -> Difference:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.reproduce.join import Beside, Reproduction
+from kvlab.reproduce.measures import interval_name
 
 ACROSS = 4
 """Panels side by side."""
@@ -34,7 +35,7 @@ def draw(found: Reproduction, figure: Any) -> None:
         panel.set_axis_off()
     about = f"scale={found.scale.name}, ours: {', '.join(sorted({str(row.planned.config.model.name) for row in found.rows}))}"
     figure.suptitle(f"{found.table.title}\n{about}; further right is better", fontsize=10)
-    _legend(figure)
+    _legend(figure, interval_name(row.metric for row in found.rows))
 
 
 def _panel(found: Reproduction, rows: Sequence[Beside], panel: Any) -> None:
@@ -77,13 +78,13 @@ def _same_zero(axes: Sequence[tuple[Any, Sequence[float], str]]) -> None:
         axis.set_xlim(left * size, right * size)
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Any, spread: str) -> None:
     from matplotlib.lines import Line2D
 
     figure.legend(
         handles=[
             Line2D([], [], color=THEIRS, marker="D", linestyle="", label="published"),
-            Line2D([], [], color=OURS, marker="o", label="ours, 95 % interval"),
+            Line2D([], [], color=OURS, marker="o", label=f"ours, interval: {spread}"),
             Line2D([], [], color=OURS, marker="o", mfc="white", label="ours, within noise"),
         ],
         loc="outside lower center",

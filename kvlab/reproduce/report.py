@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlab.render import NOISE, Sheet, csv_text, difference, number, sheets_text, with_error
 from kvlab.reproduce.join import Beside, Reproduction
+from kvlab.reproduce.measures import interval_name
 from kvlab.reproduce.published import PaperTable
 from kvlab.tables import one_line
 
@@ -15,7 +16,7 @@ MEANS = {
     "changes": "another model or data, the paper's measure: changes against the full cache compare",
     "order": "another measure: only the order of methods compares",
 }
-UNTOLD = "order: ≈ where the paper's numbers differ by no more than {tie:g}, or where our paired 95 % interval contains 0"
+UNTOLD = "order: ≈ where the paper's numbers differ by no more than {tie:g}, or where our {spread} contains 0"
 
 
 def render_reproduction(found: Reproduction, fmt: str) -> str:
@@ -64,7 +65,8 @@ def _numbers(found: Reproduction) -> Sheet:
     ]
     if len(counts) == 1:
         about.append(f"n: {counts.pop()}")
-    header = ["model", "task", "method", "budget", "published", "ours", "Δ published", "Δ ours [95 %]", "deviation"]
+    spread = interval_name(row.metric for row in found.rows)
+    header = ["model", "task", "method", "budget", "published", "ours", "Δ published", f"Δ ours [{spread}]", "deviation"]
     rows = [
         [
             *row.planned.key,
@@ -77,7 +79,7 @@ def _numbers(found: Reproduction) -> Sheet:
         ]
         for row in found.rows
     ]
-    notes = [NOISE] if any(row[7].startswith("≈") for row in rows) else []
+    notes = [NOISE.replace("95 %", spread)] if any(row[7].startswith("≈") for row in rows) else []
     notes += [f"differs: {one_line(found.scale.differs)}"]
     notes += [f"published: {source}" for source in dict.fromkeys(row.source for row in found.table.used(found.scale))]
     notes += [f"Warning: {one_line(warning)}" for warning in found.warnings]
@@ -86,6 +88,8 @@ def _numbers(found: Reproduction) -> Sheet:
 
 def _orders(found: Reproduction) -> Sheet:
     """For each model and task, whether methods stand in the same order."""
+    spread = interval_name(row.metric for row in found.rows)
+    note = UNTOLD.format(tie=found.table.tie, spread="paired 95 % interval" if spread == "95 %" else f"interval ({spread})")
     header = ["model", "task", "published order", "our order", "pairs", "agree", "reversed", "tau", "order"]
     rows = [
         [
@@ -97,7 +101,7 @@ def _orders(found: Reproduction) -> Sheet:
         for order in found.orders
     ]
     right = [4 <= place < 8 for place in range(9)]
-    return Sheet("Does the order of methods agree?", "", header, right, rows, [UNTOLD.format(tie=found.table.tie)])
+    return Sheet("Does the order of methods agree?", "", header, right, rows, [note])
 
 
 def _record(found: Reproduction, row: Beside, order: Any) -> dict[str, Any]:
