@@ -178,7 +178,8 @@ def test_a_served_page_shows_new_results(browser, outputs, tmp_path):
 
 def test_it_works_within_another_page(browser, file, tmp_path):
     """As W&B and notebooks show it: in a frame that has no origin, no address of its own and no storage."""
-    (tmp_path / "frame.html").write_text(f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(file.read_text())}"></iframe>')
+    frame = '<iframe width="1280" height="900" sandbox="allow-scripts" srcdoc="'
+    (tmp_path / "frame.html").write_text(f'{frame}{html.escape(file.read_text())}"></iframe>')
     page, wrong = browser.new_page(), []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto((tmp_path / "frame.html").as_uri())
