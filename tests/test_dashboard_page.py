@@ -193,12 +193,15 @@ def test_a_served_page_shows_new_results(browser, outputs, tmp_path):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_it_works_within_another_page(browser, file, tmp_path):
     """As W&B and notebooks show it: in a frame that has no origin, no address of its own and no storage."""
-    (tmp_path / "frame.html").write_text(f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(file.read_text())}"></iframe>')
+    frame = '<iframe width="1280" height="900" sandbox="allow-scripts" srcdoc="'
+    (tmp_path / "frame.html").write_text(f'{frame}{html.escape(file.read_text())}"></iframe>')
     page, wrong = browser.new_page(), []
+    page.set_default_timeout(120_000)  # a busy machine takes long to read the page as an attribute
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.goto((tmp_path / "frame.html").as_uri())
+    page.goto((tmp_path / "frame.html").as_uri(), wait_until="commit")
     frame = page.frame_locator("iframe")
     frame.locator("#quality .main-svg").first.wait_for(state="attached")
     frame.locator("#search").fill("h2o 30")

@@ -1,5 +1,7 @@
 """What the guides say is so: their files and commands work as they stand, and no document's link leads nowhere."""
 
+import importlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvlab as kvlab_package
 from running import TINY, kvlab, results
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +50,13 @@ def test_every_document_stands_in_the_index():
     assert "](docs/README.md)" in (ROOT / "README.md").read_text()
 
 
+def test_every_public_module_can_be_imported_and_says_what_it_is():
+    """What `make docs` shows; ruff asks the same of classes and functions."""
+    names = [one.name for one in pkgutil.walk_packages(kvlab_package.__path__, "kvlab.") if "._" not in one.name]
+    assert len(names) > 150
+    assert [name for name in names if not (importlib.import_module(name).__doc__ or "").strip()] == []
+
+
 @pytest.mark.parametrize(
     ("guide", "file", "preset", "cells"),
     [
@@ -72,6 +82,7 @@ def test_a_guides_file_and_commands_work_as_they_stand(tmp_path, in_a_folder, ca
     assert len(found) == cells and all(one["status"] == "ok" for one in found.values()), found.keys()
 
 
+@pytest.mark.slow
 def test_the_policy_guides_python_runs(tmp_path):
     own, program = blocks("add_a_policy.md", "python")
     (tmp_path / "my_policy.py").write_text(own)
