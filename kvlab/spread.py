@@ -98,7 +98,8 @@ class Processes(Spread):
 
         threads = self.threads or max(1, (os.cpu_count() or 1) // jobs)
         try:
-            with joblib.parallel_config(backend="loky", n_jobs=jobs, inner_max_num_threads=threads):
+            # At least two, of which one may have nothing to do: a single one would be this process.
+            with joblib.parallel_config(backend="loky", n_jobs=max(2, jobs), inner_max_num_threads=threads):
                 joblib.Parallel(batch_size=1)(joblib.delayed(worker)(number, jobs) for number in range(jobs))
         except BrokenProcessPool:
             return False
