@@ -50,7 +50,9 @@ SPEEDS = {
 SPEED_NOISE = 0.1
 """What stands for a speed's interval, as a share of the larger of the two: a convention, since nothing measures it."""
 SPREAD = f"± {SPEED_NOISE * 100:.0f} %"
-SPEED_WARNING = f"speeds are of one probe on the machine that ran them, without an interval: {SPREAD} of the larger stands for it"
+SPEED_WARNING = (
+    f"speeds are of one probe on the machine that ran them, without an interval: {SPREAD} of the larger stands for it"
+)
 
 
 def measured(cell: StoredCell, name: str, task: str, warnings: list[str]) -> tuple[Mapping[str, Any], Samples]:
