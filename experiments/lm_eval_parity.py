@@ -3,17 +3,20 @@
     python experiments/lm_eval_parity.py copa piqa hellaswag arc_easy lambada wikitext --limit 200
 
 Tasks are made from the data folder (KVLAB_DATA_DIR) where it has them, else loaded from the hub. Exits 1 where a log-likelihood
-differs by more than 1e-3 (of a whole page: 1e-7 of it) or an accuracy at all.
+differs by more than 1e-3 (of a whole page: 1e-7 of it) or an accuracy at all. With --keep FILE answers are kept, and the same command
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +30,19 @@ TOLERANCE, RELATIVE = 1e-3, 1e-7
 
 
 def compare(
-    name: str, limit: int | None, model: str = "smollm2-135m", max_length: int = 2048, batch: int = 8
+    name: str,
+    limit: int | None,
+    model: str = "smollm2-135m",
+    max_length: int = 2048,
+    batch: int = 8,
+    skip: int = 0,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Largest and mean difference of log-likelihoods, both sides' metrics, and seconds, of one task.
 
     Both sides answer a few documents in turn, so that an interrupted comparison still says what it saw.
+
+    skip  documents to leave out at the start; keep  file of answers, of which those that are there aren't asked for again
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -43,11 +54,17 @@ def compare(
         for leaf in leaves.values():
             leaf.build_all_requests(limit=limit)
     sides = [Side(ours), Side(theirs)]
-    work = list(_some_documents(leaves, 1 if rolling else 64))
+    work = list(_some_documents(leaves, 1 if rolling else 64, skip))
+    known = _kept(keep)
     try:
         for leaf, instances in (bar := tqdm(work, desc=name, unit="part", disable=None, leave=False)):
-            answers = [side.ask(instances) for side in sides]
-            for side, found in zip(sides, answers, strict=True):
+            key = f"{leaf.config.task} {[(one.doc_id, one.idx) for one in instances]} {model} {max_length}"
+            if key not in known:
+                known[key] = [side.ask(instances) for side in sides]
+                if keep is not None:
+                    with keep.open("a") as file:
+                        print(json.dumps({"asked": key, "answers": known[key]}), file=file)
+            for side, found in zip(sides, known[key], strict=True):
                 side.take(leaf, instances, found)
             bar.set_postfix_str(f"largest {max(_gaps(sides)):.1e}")
     except KeyboardInterrupt:
@@ -70,13 +87,20 @@ def compare(
     }
 
 
-def _some_documents(leaves: dict[str, Any], count: int) -> Iterator[tuple[Any, list[Any]]]:
+def _kept(file: Path | None) -> dict[str, list[Any]]:
+    """Both sides' answers of an earlier run."""
+    if file is None or not file.exists():
+        return {}
+    return {row["asked"]: row["answers"] for row in map(json.loads, file.read_text().splitlines())}
+
+
+def _some_documents(leaves: dict[str, Any], count: int, skip: int) -> Iterator[tuple[Any, list[Any]]]:
     """Requests of each task, all of some documents at a time."""
     for leaf in leaves.values():
         by_doc: dict[int, list[Any]] = {}
         for instance in leaf.instances:
             by_doc.setdefault(instance.doc_id, []).append(instance)
-        documents = list(by_doc.values())
+        documents = list(by_doc.values())[skip:]
         for start in range(0, len(documents), count):
             yield leaf, [instance for document in documents[start : start + count] for instance in document]
 
@@ -100,7 +124,7 @@ class Side:
 
     def take(self, leaf: Any, instances: list[Any], answers: list[Any]) -> None:
         """Remember them."""
-        self.loglikelihoods += [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+        self.loglikelihoods += [answer if isinstance(answer, float) else answer[0] for answer in answers]
         by_doc: dict[int, tuple[Any, list[Any]]] = {}
         for instance, answer in zip(instances, answers, strict=True):
             by_doc.setdefault(instance.doc_id, (instance.doc, []))[1].append(answer)
@@ -128,13 +152,15 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--skip", type=int, default=0, help="documents to leave out at the start")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep answers here, and go on from those that are there")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     print("| task | documents | requests | largest difference | mean | metrics: kvlab (lm-eval) | kvlab s | lm-eval s |")
     print("|---|---:|---:|---:|---:|---|---:|---:|")
     fine = True
     for name in options.tasks:
-        row = compare(name, options.limit, options.model, options.max_length, options.batch)
+        row = compare(name, **{key: value for key, value in vars(options).items() if key != "tasks"})
         both = [f"{metric} {value:.6g} ({row['lm-eval'][metric]:.6g})" for metric, value in row["kvlab"].items()]
         sizes = f"{row['largest']:.1e} | {row['mean']:.1e}"
         seconds = f"{row['kvlab_s']:.0f} | {row['lm_eval_s']:.0f}"
