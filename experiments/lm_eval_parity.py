@@ -3,8 +3,8 @@
     python experiments/lm_eval_parity.py copa piqa hellaswag arc_easy lambada wikitext --limit 200
 
 Tasks are made from the data folder (KVLAB_DATA_DIR) where it has them, else loaded from the hub. Exits 1 where a log-likelihood
-differs by more than 1e-3 (of a whole page: 1e-7 of it) or an accuracy at all. With --keep FILE answers are kept, and the same command
-goes on where it stopped.
+differs by more than 1e-3 (of a whole page: 1e-7 of it) or an accuracy at all. With --keep FILE answers are kept, and the same
+command goes on where it stopped.
 """
 
 from __future__ import annotations
