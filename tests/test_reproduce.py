@@ -30,7 +30,7 @@ from kvlab.reproduce.outlook import cache_text, planned_lines, weights_text
 from kvlab.reproduce.picture import draw
 from kvlab.reproduce.published import EXPECTED, table_names
 from kvlab.reproduce.report import render_reproduction
-from kvlab.reproduce.save import check_place, save
+from kvlab.reproduce.save import check_place, kept_result, save
 from kvlab.settings import SettingError
 from running import TINY, kvlab
 
@@ -314,7 +314,7 @@ class TestSave:
     def test_tables_share_a_file_and_have_their_picture(self, tmp_path, monkeypatch):
         found = joined(tmp_path, monkeypatch, {"full": 0.8, "h2o": 0.78, "streaming_llm": 0.6}, compares="order")
         other = dataclasses.replace(found, table=dataclasses.replace(found.table, name="p/a"))
-        folder = tmp_path / "saved"
+        folder = tmp_path / "kept" / "p"
         save(other, folder)
         first = save(found, folder)
         assert [path.name for path in first] == ["result.csv", "t.md", "t.tex", "t.png"]
@@ -323,6 +323,8 @@ class TestSave:
         rows = list(csv.DictReader(io.StringIO(before)))
         assert [row["table"] for row in rows] == ["p/a"] * 3 + ["p/t"] * 3 and "path" not in rows[0]
         assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+        assert kept_result(folder.parent, "p/t", link=True) == "[2 of 2](p/t.md)"
+        assert kept_result(folder.parent, "p/b", link=True) == kept_result(folder.parent, "q/t", link=True) == ""
         save(found, folder)
         assert (folder / "result.csv").read_text() == before
         changed = dataclasses.replace(found, rows=found.rows[:1])

@@ -18,16 +18,18 @@ from kvlab.reproduce.outlook import planned_lines
 from kvlab.reproduce.plan import Planned, distinct, plan
 from kvlab.reproduce.published import PaperTable, find_table, read_table, table_names
 from kvlab.reproduce.report import index, render_reproduction
-from kvlab.reproduce.save import check_place, save
+from kvlab.reproduce.save import check_place, kept_result, save
 from kvlab.settings import SettingError
 
 __all__ = ["PaperTable", "Planned", "find_table", "index", "join", "list_tables", "plan", "read_table", "reproduce"]
 
 
 def list_tables(fmt: str = "text", folder: Path | None = None) -> str:
-    """All tables with what they cost: "text" (one name a line), "md", "csv" or "latex"."""
+    """All tables with what they cost and what came out: "text" (one name a line), "md", "csv" or "latex"."""
     folder = folder or experiments_dir()
-    return index([read_table(folder, name) for name in table_names(folder)], fmt)
+    names = table_names(folder)
+    kept = {name: text for name in names if (text := kept_result(folder, name, link=fmt == "md"))}
+    return index([read_table(folder, name) for name in names], fmt, kept)
 
 
 def reproduce(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlab.render import NOISE, Sheet, csv_text, difference, number, sheets_text, with_error
@@ -32,8 +32,11 @@ def records(found: Reproduction) -> list[dict[str, Any]]:
     return [_record(found, row, orders[row.planned.key[:2]]) for row in found.rows]
 
 
-def index(tables: Sequence[PaperTable], fmt: str) -> str:
-    """All tables, with what they cost; "text" begins each line with the name."""
+def index(tables: Sequence[PaperTable], fmt: str, kept: Mapping[str, str]) -> str:
+    """All tables, with what they cost; "text" begins each line with the name.
+
+    kept  of tables that `--save` has written here, by name: what came out
+    """
     if fmt == "text":
         width = max((len(table.name) for table in tables), default=0)
         return "\n".join(f"{table.name:<{width}}  {table.title}" for table in tables)
@@ -43,6 +46,7 @@ def index(tables: Sequence[PaperTable], fmt: str) -> str:
             "what": table.title,
             "numbers": str(table.numbers),
             **{f"scale={scale.name}": scale.cost for scale in sorted(table.scales, key=lambda one: one.name)},
+            "pairs in the published order": kept.get(table.name, "not run"),
         }
         for table in tables
     ]
@@ -123,6 +127,9 @@ def _record(found: Reproduction, row: Beside, order: Any) -> dict[str, Any]:
         "change_within_noise": change and change.within_noise,
         "deviation": row.words,
         "order": order.verdict,
+        "pairs": order.pairs,
+        "agree": order.agree,
+        "reversed": order.reversed,
         "tau": order.tau,
         "source": row.published.source if row.published else None,
         "path": row.path,

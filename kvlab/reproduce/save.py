@@ -43,6 +43,21 @@ def save(found: Reproduction, folder: Path) -> list[Path]:
     return [*written, _picture(found, folder / f"{stem}.png")] if can_draw() else written
 
 
+def kept_result(folder: Path, name: str, link: bool) -> str:
+    """How many pairs of methods of a table at scale=cpu stand in the paper's order, of those it tells apart; "": not kept.
+
+    folder  with a folder for each paper; link: as Markdown to the table there
+    """
+    path = folder / name.partition("/")[0] / RESULT
+    rows = [row for row in (_rows(path) if path.exists() else []) if (row["table"], row["scale"]) == (name, "cpu")]
+    if not rows:
+        return ""
+    orders = {(row["model"], row["task"]): row for row in rows}.values()
+    agree, reverse, pairs = (sum(int(row[part]) for row in orders) for part in ("agree", "reversed", "pairs"))
+    said = f"{agree} of {pairs}" + (f", {reverse} reversed" if reverse else "") if pairs else "none published"
+    return f"[{said}]({name}.md)" if link else said
+
+
 def _picture(found: Reproduction, path: Path) -> Path:
     from matplotlib.figure import Figure
 
@@ -55,9 +70,11 @@ def _picture(found: Reproduction, path: Path) -> Path:
 
 def _others(path: Path, table: str, scale: str) -> list[dict[str, str]]:
     """Rows of other tables and scales in a result.csv, if there is one. Raises SettingError for another sort of file."""
-    if not path.exists():
-        return []
+    return [row for row in (_rows(path) if path.exists() else []) if (row["table"], row["scale"]) != (table, scale)]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
     reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    if not {"table", "scale", "ours"} <= set(reader.fieldnames or ()):
+    if not {"table", "scale", "ours", "pairs"} <= set(reader.fieldnames or ()):
         raise SettingError(f"--save: {path} isn't of `kvlab reproduce`: give another folder")
-    return [row for row in reader if (row["table"], row["scale"]) != (table, scale)]
+    return list(reader)
