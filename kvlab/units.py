@@ -50,10 +50,13 @@ def run_unit(
             outcomes.append("ok")
             if _to_run(cell, force):
                 runs[number] = _new_run(cell, bench, progress)
+        if len(runs) > 1:
+            say(f"{', '.join(places[number] for number in runs)} read the same prompts, together")
         start = time.perf_counter()
         run_together(list(runs.values()))
+    took = f"{time.perf_counter() - start:.0f} s" + (f" together with {len(runs) - 1}" if len(runs) > 1 else "")
     for number, run in runs.items():
-        outcomes[number] = _outcome(run, places[number], time.perf_counter() - start)
+        outcomes[number] = _outcome(run, places[number], took)
     return outcomes
 
 
@@ -71,14 +74,14 @@ def _new_run(cell: Cell, bench: Workbench, progress: Callable[[int], Any]) -> Ce
     return CellRun(cell, bench, tracker, progress)
 
 
-def _outcome(run: CellRun, place: str, seconds: float) -> Outcome:
-    """Say how a run went."""
+def _outcome(run: CellRun, place: str, took: str) -> Outcome:
+    """Say how a run went, and how long it took."""
     cell, result = run.cell, run.result
     assert result is not None
     if result["status"] != "ok":
-        say(f"{place} {cell.label}: FAILED after {seconds:.0f} s: {result['error']}")
+        say(f"{place} {cell.label}: FAILED after {took}: {result['error']}")
         return "failed"
-    say(f"{place} {cell.label}: {_headline(result)} ({seconds:.0f} s)")
+    say(f"{place} {cell.label}: {_headline(result)} ({took})")
     if (size := result["speed"]["batch_size"]) < cell.runtime.batch_size:
         say(f"{place} {cell.label}: memory was enough for batches of {size}: set runtime.batch_size={size}")
     if left_out := run.bench.left_out(cell):

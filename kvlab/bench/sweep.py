@@ -43,8 +43,8 @@ def sweep(setup: Setup) -> list[Line]:
 
     works: dict[str, Work] = {"shared": shared, "apart": apart}
     with torch.inference_mode():
-        for cell in cells[::2]:  # compiles and loads kernels, which a whole round would take long for
-            _alone(setup, cell, [Prompt(prompts[0].ids[:64])])
+        for policy, _ in cells[::2]:  # compiles and loads kernels, which a whole round would take long for
+            _alone(setup, (policy, Budget(tokens=48)), [Prompt(prompts[0].ids[:64])])
         seconds = alternate(works, max(1, setup.repeats // 5), setup.device, warm_up=0)
     alike = sum(mine == other for mine, other in zip(found["shared"], found["apart"], strict=True))
     what = f"{len(POLICIES)} policies × 2 budgets, {length} tokens and {NEW_TOKENS} new ones: one sweep over {len(cells)} runs"

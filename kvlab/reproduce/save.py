@@ -49,7 +49,10 @@ def kept_result(folder: Path, name: str, link: bool) -> str:
     folder  with a folder for each paper; link: as Markdown to the table there
     """
     path = folder / name.partition("/")[0] / RESULT
-    rows = [row for row in (_rows(path) if path.exists() else []) if (row["table"], row["scale"]) == (name, "cpu")]
+    try:
+        rows = [row for row in _rows(path) if (row["table"], row["scale"]) == (name, "cpu")]
+    except SettingError:  # of an older version, or something else
+        return ""
     if not rows:
         return ""
     orders = {(row["model"], row["task"]): row for row in rows}.values()
@@ -70,10 +73,12 @@ def _picture(found: Reproduction, path: Path) -> Path:
 
 def _others(path: Path, table: str, scale: str) -> list[dict[str, str]]:
     """Rows of other tables and scales in a result.csv, if there is one. Raises SettingError for another sort of file."""
-    return [row for row in (_rows(path) if path.exists() else []) if (row["table"], row["scale"]) != (table, scale)]
+    return [row for row in _rows(path) if (row["table"], row["scale"]) != (table, scale)]
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
     reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
     if not {"table", "scale", "ours", "pairs"} <= set(reader.fieldnames or ()):
         raise SettingError(f"--save: {path} isn't of `kvlab reproduce`: give another folder")
