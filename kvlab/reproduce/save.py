@@ -57,7 +57,7 @@ def kept_result(folder: Path, name: str, link: bool) -> str:
         return ""
     orders = {(row["model"], row["task"]): row for row in rows}.values()
     agree, reverse, pairs = (sum(int(row[part]) for row in orders) for part in ("agree", "reversed", "pairs"))
-    said = f"{agree} of {pairs}" + (f", {reverse} reversed" if reverse else "") if pairs else "none published"
+    said = f"{agree} of {pairs}" + (f", {reverse} reversed" if reverse else "") if pairs else "no pair told apart"
     return f"[{said}]({name}.md)" if link else said
 
 
