@@ -23,7 +23,9 @@ def test_list_has_one_name_a_line_in_the_first_column(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(model_names())
 
 
-@pytest.mark.parametrize("given", ["mine", "mine.py", "../here/mine.py"])
+@pytest.mark.parametrize(
+    "given", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("mine", "mine.py")), "../here/mine.py"]
+)
 def test_list_imports_the_users_module(tmp_path, given):
     tmp_path = tmp_path / "here"
     tmp_path.mkdir()

@@ -27,13 +27,20 @@ NEEDED = {
     ("task", "longbench"): ["task.tasks=[trec]"],
     ("task", "lm_eval"): ["task.tasks=[copa]"],
     ("task", "helm"): ["task.scenarios=[xsum]"],
+    ("task", "hash_correlation"): ["task.tasks=[copa]"],
     # What `kvlab reproduce` gives, and what only the hub has.
+    ("experiment", "corm/budget_paper"): ["task.tasks=[trec]"],
     ("experiment", "decoquant/table2"): ["task.tasks=[lambada_openai]"],
     ("experiment", "decoquant/table2_paper"): ["task.tasks=[lambada_openai]"],
+    ("experiment", "eigen/perplexity_paper"): ["task.dataset=null"],
+    ("experiment", "fastgen/steps_paper"): ["task.dataset=null"],
     ("experiment", "h2o/xsum_paper"): ["task.hub=false", "task.max_train_instances=0"],
     ("experiment", "kivi/axes_paper"): ["task.tasks=[copa]"],
     ("experiment", "kivi/longbench_paper"): ["task.tasks=[trec]"],
     ("experiment", "kvsharer/perplexity_paper"): ["task.dataset=null"],
+    ("experiment", "qaq/table_ratio"): ["task.tasks=[copa]"],
+    ("experiment", "qaq/table_ratio_paper"): ["task.tasks=[copa]"],
+    ("experiment", "scissorhands/c4_paper"): ["task.dataset=null"],
 }
 
 

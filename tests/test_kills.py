@@ -97,7 +97,7 @@ def assert_full(folder, alone):
         assert len(lines) == 5, f"{path}: a sample is there twice or not at all"
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("jobs", 2), ("processes", 1)])
+@pytest.mark.parametrize(("kind", "kills"), [("jobs", 1), ("processes", 1)])
 def test_killed_workers_cost_no_sample(kind, kills, sweep, tmp_path):
     """One after the other, each in the midst of a cell; where one is left it may go on with what the others had."""
     command, alone = sweep

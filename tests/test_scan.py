@@ -27,7 +27,7 @@ from kvlab.policies.streaming_llm import StreamingLLM
 from kvlab.protocol import Chunked, PromptProtocol, Reader, Stream
 from kvlab.reading import Prompt
 
-THINNED = 3
+THINNED = 4
 EVERY_STEP = ("corm", "full", "h2o", "hashevict", "hyde", "knorm", "random", "scissorhands", "streaming_llm", "tova")
 SMALL = {
     **dict.fromkeys(("snapkv", "pyramidkv", "adakv"), {"obs_window": 4, "kernel": 3}),

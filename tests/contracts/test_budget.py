@@ -26,7 +26,7 @@ from contracts.helpers import (
 )
 from kvlab import Budget
 
-THINNED = 3
+THINNED = 4
 PROMPT = 90
 SPARE = 16
 """Slots that a head may have free while its budget is not reached."""

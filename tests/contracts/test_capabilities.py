@@ -14,7 +14,7 @@ from contracts.helpers import Feed, attached, fresh_model, policy_for
 from kvlab import Budget, BudgetError, Policy, PolicyError, UnsupportedModel, attach, make_policy, policy_names, register
 from kvlab.tiny import tiny_tokenizer
 
-THINNED = 3
+THINNED = 4
 SMALL = Budget(tokens=40)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 OWN_ATTENTION = "computes attention in its own code"

@@ -9,7 +9,7 @@ from conftest import random_ids
 from contracts.helpers import Feed, assert_near, attached, padded, positions_of, talk
 from kvlab import Budget, make_policy
 
-THINNED = 3
+THINNED = 4
 SMALL = Budget(tokens=40)
 
 

@@ -24,7 +24,7 @@ from contracts.helpers import (
 from kvlab import Budget, attach, make_policy
 from kvlab.tiny import tiny_model
 
-THINNED = 3
+THINNED = 4
 SMALL = Budget(tokens=40)
 BEAMS = {**GREEDY, "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 6, "output_scores": True}
 FULL = {"return_dict_in_generate": True}

@@ -17,7 +17,7 @@ from contracts.helpers import (
 )
 from kvlab import Budget, attach
 
-THINNED = 3
+THINNED = 4
 
 
 def conversation(feed):

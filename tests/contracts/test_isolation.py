@@ -14,7 +14,7 @@ from conftest import random_ids, shared_model
 from contracts.helpers import GREEDY, Feed, attached, fresh_model, policy_for, positions_of, talk
 from kvlab import Budget, attach
 
-THINNED = 3
+THINNED = 4
 SMALL = Budget(tokens=40)
 
 

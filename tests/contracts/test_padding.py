@@ -20,7 +20,7 @@ from contracts.helpers import (
 )
 from kvlab import Budget
 
-THINNED = 3
+THINNED = 4
 LENGTHS = (120, 113, 108)
 STEPS = 5
 BUDGETS = pytest.mark.parametrize("budget", [Budget(ratio=0.3), Budget(tokens=40)], ids=["ratio", "tokens"])

@@ -19,7 +19,7 @@ from contracts.helpers import (
 )
 from kvlab import Budget, BudgetError
 
-THINNED = 3
+THINNED = 4
 TURNS = (80, 30, 40)
 BUDGETS = pytest.mark.parametrize("budget", [Budget(ratio=0.5), Budget(tokens=40)], ids=["ratio", "tokens"])
 
