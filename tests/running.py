@@ -16,6 +16,22 @@ FORKS.set_forkserver_preload(["kvlab.compose", "kvlab.launcher", "kvlab.tiny"]) 
 TINY = ["debug=smoke", "runtime.threads=1"]
 
 
+def faulty_policy(name):
+    """A module's text with a policy that fails when it has to decide. Names are registered once in a process."""
+    return f"""
+from dataclasses import dataclass
+from kvlab.policies import Policy, register
+
+@register("{name}")
+@dataclass(frozen=True)
+class Faulty(Policy):
+    '''Fails when it has to decide.'''
+
+    def score(self, step):
+        raise RuntimeError("no score today\\nand a second line")
+"""
+
+
 def kvlab(*arguments, capsys=None):
     """Exit code of `kvlab ...`; with capsys also what it printed on stdout and on stderr."""
     try:

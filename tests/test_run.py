@@ -8,20 +8,9 @@ import yaml
 from kvlab import load_results
 from kvlab.estimate import Estimate, together
 from kvlab.results import CellStore
-from running import TINY, kvlab, results, sample_lines
+from running import TINY, faulty_policy, kvlab, results, sample_lines
 
-FAULTY = """
-from dataclasses import dataclass
-from kvlab import Policy, register
-
-@register("faulty")
-@dataclass(frozen=True)
-class Faulty(Policy):
-    '''Fails when it has to decide.'''
-
-    def score(self, step):
-        raise RuntimeError("no score today\\nand a second line")
-"""
+FAULTY = faulty_policy("faulty")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from kvlab.protocol import PromptProtocol, Reader
 from kvlab.reading import Feed, Prompt
 from kvlab.tiny import tiny_model, tiny_tokenizer
 from kvlab.together import prefill_together
-from running import TINY, kvlab, results, sample_lines
+from running import TINY, faulty_policy, kvlab, results, sample_lines
 
 LENGTHS = (70, 41, 70, 56)
 NAMES = policy_names()  # before other tests register their own
@@ -145,16 +145,7 @@ def test_followers_never_hold_whole_prompts(chunk):
 # ------------------------------------------------------------------------------------------------------------ sweeps
 
 SWEEP = [*TINY, "runtime.batch_size=2", "budget.ratio=0.5,0.8", "--no-table"]
-FAULTY = """
-from dataclasses import dataclass
-from kvlab.policies import Policy, register
-
-@register("faulty_leader")
-@dataclass(frozen=True)
-class Faulty(Policy):
-    def score(self, step):
-        raise RuntimeError("no score today")
-"""
+FAULTY = faulty_policy("faulty_leader")
 
 
 @pytest.fixture
