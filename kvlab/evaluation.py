@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from kvlab.cache import Memory, RowMemory
 from kvlab.cells import Cell
 from kvlab.evals import Record, Sample
 from kvlab.measure import PeakMemory, now
+from kvlab.piecewise import Piecewise
 from kvlab.protocol import Reader
 from kvlab.reading import Prompt, Reading
 from kvlab.session import Session, attach
@@ -25,16 +27,22 @@ PART = "kv_bytes."
 """Before the kinds of bytes that make up a record's `kv_bytes`."""
 
 
-def evaluate(cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None = None) -> list[Record]:
+def evaluate(
+    cell: Cell, bench: Workbench, batch: Sequence[Sample], peak: PeakMemory | None = None, size: int | None = None
+) -> list[Record]:
     """Records of a batch. What each sample is billed for memory and time is its share of the batch.
 
     peak  where the speed of decoding is to be tried too, which must not count as the cell's memory
+    size  most prompts that are read at once (default: the cell's batch size); a sample may have more
     """
+    size = size or cell.runtime.batch_size
     with torch.inference_mode(), session_of(cell, bench) as session:
         start = now(bench.model.device)
         torch.manual_seed(cell.seed)
         reader = reader_of(cell, bench, session)
-        reading = reader.read(prompts_of(batch), new_tokens=new_tokens_of(batch))
+        prompts, new_tokens = prompts_of(batch), new_tokens_of(batch)
+        pieces = len(prompts) > size and not (cell.protocol.simulated or batch[0].new_tokens)
+        reading = Piecewise.of(reader, prompts, new_tokens, size) if pieces else reader.read(prompts, new_tokens)
         return evaluate_reading(cell, bench, batch, reader, reading, start, peak)
 
 
@@ -69,12 +77,12 @@ def evaluate_reading(
 ) -> list[Record]:
     """Records of a batch that has been read. start: when that began, as `now` has it; peak: see `evaluate`."""
     device, rows = bench.model.device, len(batch)
-    speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
     # Rows that end early go on with the batch, so what generation holds is taken before it.
     memory = _memory(reading, batch) if batch[0].new_tokens else None
     heads = _heads(cell, reading, batch) or [{}] * rows
     records = cell.task.evaluate(reading, batch, bench.tokenizer)
     memory = memory or _memory(reading, batch)
+    speed = {"prefill_s": reading.prefill_s / rows, "prefill_tokens": reading.prefill_tokens / rows}
     speed["seconds"] = (now(device) - start) / rows
     steps = min(PROBE_STEPS, bench.context - reading.feed.ids.shape[1] - 1)
     if peak is not None and not cell.protocol.simulated and steps > 0:
@@ -120,8 +128,12 @@ def _memory(reading: Reading, batch: Sequence[Sample]) -> list[dict[str, float]]
 
 
 def _memory_by_row(reading: Reading) -> list[dict[str, float]]:
-    """What each sequence holds. The peak and the bookkeeping are known for the batch only and shared out by length."""
-    rows, batch = reading.memory()
+    """What each sequence holds."""
+    return [held for rows, batch in reading.memories() for held in _shared_out(rows, batch)]
+
+
+def _shared_out(rows: Sequence[RowMemory], batch: Memory) -> list[dict[str, float]]:
+    """The peak and the bookkeeping are known for the batch only and shared out by length."""
     whole = sum(row.kv_bytes_full for row in rows) or 1
     shares = [row.kv_bytes_full / whole for row in rows]
     parts = {f"{PART}{kind}": size / (batch.kv_bytes or 1) for kind, size in batch.parts.items()}

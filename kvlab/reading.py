@@ -147,6 +147,10 @@ class Reading:
         nothing = [RowMemory(0, 0, 0, 0)] * len(self.last)  # prompts of one token, which is yet to be read
         return self.feed.cache.memory_by_row() or nothing, memory
 
+    def memories(self) -> list[tuple[list[RowMemory], Memory]]:
+        """The same of each batch that was read one after the other, here one."""
+        return [self.memory()]
+
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Scored]:
         """Log-probabilities of one continuation for each prompt, read under eviction. The reading moves on with it."""
         fed = [(last, *row[:-1]) for last, row in zip(self.last, continuations, strict=True)]

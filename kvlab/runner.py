@@ -158,7 +158,7 @@ def run_batch(run: CellRun, batch: Sequence[Sample]) -> None:
                 if records is not None:
                     run.add(records)
             if records is None:
-                run.size = max(1, min(run.size, sum(len(sample.prompts) for sample in part)) // 2)
+                run.size = max(1, _rows(run, part) // 2)
                 waiting = [smaller for one in (part, *waiting) for smaller in batches(one, run.size)]
 
 
@@ -166,15 +166,20 @@ def _records(run: CellRun, batch: Sequence[Sample]) -> list[Record] | None:
     """Records of a batch; None where memory was too little for it and smaller ones are to be tried."""
     asked = run.cell.runtime
     try:
-        records = evaluate(run.cell, run.bench, batch, run.to_probe)
+        records = evaluate(run.cell, run.bench, batch, run.to_probe, run.size)
         if run.size < asked.batch_size:
             records = [{**record, "speed": {**record["speed"], "batch_size": run.size}} for record in records]
         return records
     except Exception as error:
-        if asked.oom != "retry" or len(batch) == 1 or not out_of_memory(error):
+        if asked.oom != "retry" or _rows(run, batch) == 1 or not out_of_memory(error):
             raise
     give_back()  # only here, where nothing holds the error, and it the batch's tensors
     return None
+
+
+def _rows(run: CellRun, batch: Sequence[Sample]) -> int:
+    """How many prompts of a batch are read at once."""
+    return min(run.size, sum(len(sample.prompts) for sample in batch))
 
 
 def _batch_size(cell: Cell, records: Sequence[Record]) -> int:
@@ -219,8 +224,8 @@ def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Samples in batches, the longest first, so that rows of a batch are about as long and too little memory shows early.
 
     Rows of a batch generate equally many tokens at most up to the same strings, since they go on together. A sample with
-    several prompts takes as many rows. Prompts of one token, which is read after the compressed part, have none and aren't put
-    beside others.
+    several prompts takes as many rows, and one that has more than a batch is a batch by itself, of which `evaluate` reads some
+    at a time. Prompts of one token, which is read after the compressed part, have none and aren't put beside others.
     """
     found: list[list[Sample]] = []
     rows = 0

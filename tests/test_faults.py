@@ -526,6 +526,18 @@ FAULTS = {
         "torch.OutOfMemoryError",
         ["tests/test_trouble.py"],
     ),
+    "a piece of a sample's prompts is billed whenever it is read": (
+        "piecewise.py",
+        "if number not in self.held:",
+        "if number >= 0:",
+        ["tests/test_lm_eval.py"],
+    ),
+    "all windows of a text are read at once": (
+        "evaluation.py",
+        "pieces = len(prompts) > size and",
+        "pieces = len(prompts) > 2 * len(prompts) and",
+        ["tests/test_lm_eval.py"],
+    ),
     "a copy shares its codes": (
         "codecs/affine.py",
         "other.units = self.units.copy()",

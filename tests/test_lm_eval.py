@@ -18,7 +18,10 @@ from kvlab.evals.harness.requests import Doc, Encoder, Requests, grouped, window
 from kvlab.evals.harness.source import load_leaves
 from kvlab.evals.harness.task import LmEval
 from kvlab.lm_eval_model import _with_local_tasks, cell_of, register
+from kvlab.piecewise import Piecewise
+from kvlab.policies.knorm import KNorm
 from kvlab.protocol import PromptProtocol, Reader, Stream
+from kvlab.reading import Feed, Prompt
 from kvlab.runner import batches
 from kvlab.settings import SettingError
 from kvlab.tiny import tiny_tokenizer
@@ -297,6 +300,86 @@ def test_one_at_a_time_equals_eight_together(folder, name):
     for a, b in zip(alone, together, strict=True):
         assert a["values"] == pytest.approx(b["values"], rel=1e-5, abs=1e-4)
         assert a.get("output") == b.get("output")
+
+
+PIECES = {
+    "my_text": ["protocol=stream", "task.max_length=40"],
+    "my_blank": ["protocol=prompt", f"task.max_length={LENGTH}"],
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o", "random"])
+@pytest.mark.parametrize("name", PIECES)
+def test_a_sample_with_more_prompts_than_a_batch_has_is_read_in_pieces(folder, name, policy, tmp_path, monkeypatch):
+    """Windows of a text, and contexts of a document, a few at a time: other memory at once, the same answers."""
+    command = [*TINY, "task=lm_eval", f"task.tasks=[{name}]", f"task.include_path={folder}", *PIECES[name], f"policy={policy}"]
+    rows, found = [], {}
+    fed = Feed.__call__
+
+    def feeding(feed, tokens, logits=False):
+        rows.append(len(tokens))
+        return fed(feed, tokens, logits)
+
+    monkeypatch.setattr(Feed, "__call__", feeding)
+    for size in (1, 3, 40):
+        rows.clear()
+        assert (
+            kvlab("run", *command, "budget.ratio=0.5", f"runtime.batch_size={size}", f"output_dir={tmp_path / str(size)}") == 0
+        )
+        assert max(rows) <= size or size == 40
+        (lines,) = sample_lines(tmp_path / str(size)).values()
+        found[size] = [json.loads(line) for line in lines]
+        found[size].sort(key=lambda record: record["id"])
+    for size in (1, 3):
+        for some, whole in zip(found[size], found[40], strict=True):
+            assert [x for x, _ in some["loglikelihoods"]] == pytest.approx([x for x, _ in whole["loglikelihoods"]], abs=1e-3)
+            assert some["trace"] == whole["trace"] if "trace" in whole else "trace" not in some
+            for bill in ("kept", "seen", "kv_bytes_full"):
+                assert some["memory"][bill] == whole["memory"][bill]
+            assert some["speed"]["prefill_tokens"] == pytest.approx(whole["speed"]["prefill_tokens"], abs=LENGTH)
+    read = {size: sum(record["speed"]["prefill_tokens"] for record in records) for size, records in found.items()}
+    assert len(set(read.values())) == 1, "each prompt is billed once"
+    probed = [record["speed"]["decode_rows"] for record in found[1] if "decode_rows" in record["speed"]]
+    assert probed == [1]
+
+
+def test_pieces_can_be_scored_again():
+    """What they read is billed once, and what they hold is what they held."""
+    prompts = [Prompt(tuple(TOKENIZER(sentence(number, 20 + number)).input_ids)) for number in range(5)]
+    choices = [[(5, 6), (7,)], [(8,)], [], [(9, 10, 11)], [(5,)]]
+    with torch.inference_mode(), attach(shared_model("llama"), make_policy("h2o"), Budget(tokens=12)) as session:
+        reader = Reader(session, PromptProtocol())
+        whole = reader.read(prompts)
+        wanted, bills = whole.score_choices(choices), whole.memory()[0]
+        pieces = Piecewise.of(reader, prompts, [0] * 5, 2)
+        for _ in range(2):
+            for mine, theirs in zip(pieces.score_choices(choices), wanted, strict=True):
+                assert [one.ids for one in mine] == [one.ids for one in theirs]
+                for one, other in zip(mine, theirs, strict=True):
+                    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert pieces.prefill_tokens == whole.prefill_tokens
+            assert [row.kept for rows, _ in pieces.memories() for row in rows] == [row.kept for row in bills]
+            assert [len(rows) for rows, _ in pieces.memories()] == [2, 2, 1]
+        assert next(pieces.decode()) > 0 and len(pieces.last) == 1
+
+
+def test_windows_of_a_text_are_fewer_at_once_where_memory_is_too_little(folder, tmp_path, monkeypatch, capsys):
+    score = KNorm.score
+
+    def greedy(policy, step):
+        if len(step.keys) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return score(policy, step)
+
+    monkeypatch.setattr(KNorm, "score", greedy)
+    command = [*TINY, "task=lm_eval", "task.tasks=[my_text]", f"task.include_path={folder}", *PIECES["my_text"], "task.limit=1"]
+    command += ["policy=knorm", "budget.ratio=0.5", f"output_dir={tmp_path}"]
+    code, _, err = kvlab("run", *command, capsys=capsys)
+    assert code == 1 and "out of memory: set runtime.oom=retry" in err
+    code, _, err = kvlab("run", *command, "runtime.oom=retry", capsys=capsys)
+    assert code == 0, err
+    (result,) = results(tmp_path).values()
+    assert result["speed"]["batch_size"] == 1
 
 
 def test_prompts_with_several_contexts_are_several_rows(folder):
